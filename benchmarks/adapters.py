@@ -60,7 +60,7 @@ from attnmux.bench import (
     interleave,
 )
 from attnmux.bench.timing import CALLS, Run, wait
-from attnmux.core import AttentionBackend, in_brief
+from attnmux.core import AttentionBackend, AttnmuxError
 from attnmux.testing import find_candidate
 
 MAX_RATIO, MAX_HOST_US = 1.02, 15.0
@@ -122,12 +122,12 @@ def measure(
             _compare(calls, ours, step.q)
         host = _host(backend, ways, ours, step, rounds)
     except Exception as error:  # whatever a library raises is its result here
-        return [Row(backend=name, workload=str(case), failure=in_brief(error))]
+        return [Row(backend=name, workload=str(case), failure=AttnmuxError.in_brief(error))]
     graph, failure = None, ""
     try:
         graph = _graph(backend, ways, ours, step, rounds)
     except Exception as error:  # a library that cannot be captured has figures of the host
-        failure = f"in a graph: {in_brief(error)}"
+        failure = f"in a graph: {AttnmuxError.in_brief(error)}"
     return [
         Row(
             backend=name,
@@ -155,7 +155,7 @@ def call_by_hand(adapter: Adapter, step: Step) -> Ways:
             wait(step.q.device)
             return ways
         except Exception as error:  # not installed, another version, no kernel for this device
-            reasons.append(f"{module}: {in_brief(error)}")
+            reasons.append(f"{module}: {AttnmuxError.in_brief(error)}")
     raise RuntimeError("; ".join(reasons))
 
 

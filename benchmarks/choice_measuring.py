@@ -12,7 +12,7 @@ import torch
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
 from attnmux.bench.margins import server_of
-from attnmux.core import GraphConfig, Measurement, Request, Settings, in_brief, solve_measured
+from attnmux.core import AttnmuxError, GraphConfig, Measurement, Request, Settings, solve_measured
 from attnmux.core.verbs import Run, requested
 
 
@@ -206,4 +206,4 @@ def failed(model: Model, error: Exception) -> tuple[list[Served], list[str]]:
     served = [
         Served(model=model.name, workload=each, chosen="-", times={}) for each in model.workloads
     ]
-    return served, [f"{model.name}: {in_brief(error)}"]
+    return served, [f"{model.name}: {AttnmuxError.in_brief(error)}"]

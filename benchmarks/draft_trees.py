@@ -30,12 +30,10 @@ from attnmux.core import (
     NoBackend,
     Offer,
     Platform,
+    Plugins,
     Policy,
     Request,
     build,
-    detect,
-    load_plugins,
-    pick_platform,
     solve,
 )
 from attnmux.parts import DraftTree, prefixes_request, undrafted_request
@@ -67,8 +65,8 @@ COLUMNS = {
 @json_option
 def main(backends: str, rounds: int, only: str, dry_run: bool, path: Path | None) -> None:
     """Print the time of a layer in each way, and the ratio of merging to the fastest own kernel."""
-    plugins = load_plugins()
-    platform, offers = pick_platform(detect(plugins)), plugins.offers()
+    plugins = Plugins.load()
+    platform, offers = plugins.detect().pick(), plugins.offers()
     names = ["torch_native"] if dry_run else backends.split(",")
     device = torch.device(platform.device_type)
     about = facts(device, "attnmux-core", drafts=DRAFTS, topk=TOPK)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from attnmux.core import load_plugins
+from attnmux.core import Plugins
 from attnmux.emulators.nvidia import flashinfer, sgl_flash_attn
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla
@@ -41,7 +41,7 @@ def emulated_libraries() -> Iterator[None]:
     The card's factory and the calls by hand import them as on a GPU. The plugin's modules that are
     imported meanwhile are forgotten with them, since they hold the emulators.
     """
-    load_plugins().offers()  # the plugin's cards hold no library, and stay
+    Plugins.load().offers()  # the plugin's cards hold no library, and stay
     before = {name: sys.modules.get(name) for name in LIBRARIES}
     plugin = {name for name in sys.modules if name.startswith(PLUGIN)}
     for name, members in LIBRARIES.items():

@@ -30,15 +30,7 @@ from benchmarks.cases import json_option, rounds_option
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from attnmux.bench import Report, Times, facts, interleave
-from attnmux.core import (
-    ForwardBatch,
-    GraphRunner,
-    GraphUnsupported,
-    Policy,
-    Settings,
-    detect,
-    load_plugins,
-)
+from attnmux.core import ForwardBatch, GraphRunner, GraphUnsupported, Plugins, Policy, Settings
 from attnmux.transformers import (
     Capacity,
     Checkpoint,
@@ -219,8 +211,8 @@ def main(
 
 def load(checkpoint: Checkpoint, options: RunnerOptions) -> ModelRunner:
     """The runner, eager so far, with room for all prompts at a time."""
-    plugins = load_plugins()
-    platform = platform_for(detect(plugins), Settings.load(), options.device)
+    plugins = Plugins.load()
+    platform = platform_for(plugins.detect(), Settings.load(), options.device)
     return load_runner(checkpoint, platform, plugins.offers(), options)
 
 
@@ -236,8 +228,8 @@ def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
         vocab_size=32000,
         max_position_embeddings=131072,
     )
-    plugins = load_plugins()
-    platform = platform_for(detect(plugins), Settings.load(), options.device)
+    plugins = Plugins.load()
+    platform = platform_for(plugins.detect(), Settings.load(), options.device)
     with torch.device(options.device or platform.device_type):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers
             config, dtype=torch.bfloat16, attn_implementation=SERVED

@@ -26,7 +26,7 @@ from benchmarks.cases import json_option, rounds_option, threads_option
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from attnmux.bench import Report, Times, facts, interleave
-from attnmux.core import Policy, Settings, detect, load_plugins
+from attnmux.core import Plugins, Policy, Settings
 from attnmux.transformers import Capacity, Engine, ModelRunner, RunnerOptions, ServedModel
 from attnmux.transformers.cli.run import platform_for
 from attnmux.transformers.load.decision import decide
@@ -88,8 +88,8 @@ class Clock:
 
 
 def engine_side(module: Any, options: RunnerOptions, prompts: torch.Tensor) -> Callable[[], Round]:  # noqa: ANN401  # a model
-    plugins = load_plugins()
-    platform = platform_for(detect(plugins), Settings.load(), "cpu")
+    plugins = Plugins.load()
+    platform = platform_for(plugins.detect(), Settings.load(), "cpu")
     layers = record_layers(module, max_context_len=options.max_context_len)
     decision = decide(request_of(layers, module.dtype), platform, plugins.offers(), options)
     capacity = Capacity(

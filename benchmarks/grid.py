@@ -37,7 +37,7 @@ from benchmarks.grid_draws import SPACE, Draw, draws
 from attnmux.bench import Bench, Report, Row, Workload, ceilings, facts
 from attnmux.bench.cli.bench_run import Place, find_place
 from attnmux.bench.entrants import make_field
-from attnmux.core import InvalidInput, NoBackend, Platform, Settings, in_brief
+from attnmux.core import AttnmuxError, InvalidInput, NoBackend, Platform, Settings
 from attnmux.core.verbs import Run
 
 OURS = "triton/triton"
@@ -136,7 +136,7 @@ class Grid:
                 names=names,
             )
         except (NoBackend, InvalidInput) as refusal:
-            return [_refused(draw.workload, in_brief(refusal))]
+            return [_refused(draw.workload, AttnmuxError.in_brief(refusal))]
         reached = ceilings(device, torch.bfloat16, 0)
         bench = Bench(device=device, ceilings=reached, graphs=field.graphs, seconds=self.seconds)
         return tuple(bench.rows(field.workloads, field.entrants))

@@ -29,7 +29,7 @@ from benchmarks.cases import dry_run_option, json_option, only_option, rounds_op
 
 from attnmux.bench import Report, device_meter, facts, interleave
 from attnmux.bench.timing import Run, graphs_of, in_graph
-from attnmux.core import GraphUnsupported, detect, load_plugins, pick_platform
+from attnmux.core import GraphUnsupported, Plugins
 from attnmux.core.plugin import LinearAttentionBackend
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing.cases.case import Step, decode, extend
@@ -78,7 +78,7 @@ class Sides:
 @json_option
 def main(kinds: str, heads: str, rounds: int, only: str, dry_run: bool, path: Path | None) -> None:
     """Print the time of a layer's recurrence in each way."""
-    platform = pick_platform(detect(load_plugins()))
+    platform = Plugins.load().detect().pick()
     device = torch.device("cpu" if dry_run else platform.device_type)
     dims = "128 and 128; 16 and 1 in mamba1"
     about = facts(device, "attnmux-core", "flash-linear-attention", "triton", dims=dims)
@@ -139,7 +139,7 @@ def case_of(kind: str, heads: str, lengths: Step) -> LinearCase:
 
 def sides_of(case: LinearCase, device: torch.device) -> Sides:
     """Every side that runs on the device, and torch_linear's answer in float32."""
-    platform = pick_platform(detect(load_plugins()))
+    platform = Plugins.load().detect().pick()
     setup = make_linear_setup(case, platform, device)
     step = prepare_linear(setup, case.steps[0], host_lens=True)
     given = step.inputs[0]

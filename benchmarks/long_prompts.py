@@ -35,14 +35,12 @@ from attnmux.core import (
     Decision,
     NoBackend,
     Platform,
+    Plugins,
     Policy,
     Settings,
     TunedLaunch,
     UpProjection,
     build,
-    detect,
-    load_plugins,
-    pick_platform,
     solve,
 )
 from attnmux.core.verbs import Device
@@ -86,7 +84,7 @@ def measure(
     """Raises NoBackend where the machine has no backend for either side."""
     device = torch.device(platform.device_type)
     asked = case.request.replace(chunked_prefix=True, phases=("extend", "decode"))
-    decision = solve(asked, platform, load_plugins().offers(), Policy(backend=backend or None))
+    decision = solve(asked, platform, Plugins.load().offers(), Policy(backend=backend or None))
     step = case.step(device, 2)
     launches = TunedLaunch.read(Settings.load().launches_file()).found
     made = build(decision, step.context(platform, decision.request, launches))
@@ -133,7 +131,7 @@ def crossings(rows: Sequence[Row]) -> Iterator[TunedLaunch]:
     Where the expanded side is faster from the fewest tokens on, these; none where it never is.
     """
     platform = rows[0].decision.platform
-    offers = {offer.address: offer for offer in load_plugins().offers()}
+    offers = {offer.address: offer for offer in Plugins.load().offers()}
     for heads in dict.fromkeys(row.case.q_heads for row in rows):
         cut = [r for r in rows if (r.case.q_heads, r.case.workload.prefix) == (heads, LONG)]
         faster = next((place for place, row in enumerate(cut) if row.gain >= 1), None)
@@ -199,7 +197,7 @@ def main(
     dry_run: bool,
 ) -> None:
     """Print the time of long prompts with expanded heads and absorbed."""
-    platform = pick_platform(detect(load_plugins()), "cpu" if dry_run else None)
+    platform = Plugins.load().detect().pick("cpu" if dry_run else None)
     device = torch.device(platform.device_type)
     if dry_run:
         chunk_bytes = min(chunk_bytes, 1 << 18)

@@ -36,12 +36,10 @@ from attnmux.core import (
     InvalidInput,
     NoBackend,
     Platform,
+    Plugins,
     Policy,
     build,
-    detect,
-    load_plugins,
     make_backend,
-    pick_platform,
     solve,
 )
 from attnmux.distributed import (
@@ -134,7 +132,7 @@ def make_sides(
 ) -> tuple[Sides, str]:
     """The sides, and the names of their backends. A named backend also runs the parts where its
     card leaves out cross attention. Raises NoBackend where none serves the step."""
-    offers, policy = load_plugins().offers(), Policy(backend=backend or None)
+    offers, policy = Plugins.load().offers(), Policy(backend=backend or None)
     case = extend(1, tokens, 0, dtype=dtype)
     asked = case.request.replace(phases=("extend",))
     decision = solve(asked, platform, offers, policy)
@@ -305,7 +303,7 @@ def main(
     """Print the time of one layer and of several, on one rank and on all."""
     has_gpu = torch.cuda.is_available()
     group = RankGroup.start("cuda" if has_gpu else "cpu", seconds=PATIENCE)
-    platform = pick_platform(detect(load_plugins()), None if has_gpu else "cpu")
+    platform = Plugins.load().detect().pick(None if has_gpu else "cpu")
     with torch.inference_mode():
         sides, names = make_sides(
             group,

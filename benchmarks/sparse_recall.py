@@ -18,11 +18,7 @@ import torch
 from benchmarks.cases import json_option
 
 from attnmux.bench import Report, facts
-from attnmux.core import (
-    Platform,
-    detect,
-    load_plugins,
-)
+from attnmux.core import Platform, Plugins
 from attnmux.transformers import (
     ModelRunner,
     RunnerOptions,
@@ -77,7 +73,7 @@ def measure_recall(
             graph=False,
             device=str(device),
         )
-        runner = load_runner(checkpoint, platform, load_plugins().offers(), options)
+        runner = load_runner(checkpoint, platform, Plugins.load().offers(), options)
         end = next(iter(checkpoint.stop_ids(runner.model)))
         said = answers(runner, ids)
         wanted = [[*value.encode(), end] for _, value in cases]
@@ -95,7 +91,7 @@ def measure_recall(
 def main(name: str, prompts: int, page_size: int, path: Path | None) -> None:
     """Print what is recalled with fewer keys."""
     device = torch.device(name)
-    found = detect(load_plugins()).platforms
+    found = Plugins.load().detect().platforms
     platform = next(one for one in found if one.device_type == device.type)
     title = f"Quest, pages of {page_size}, prompts of {LENGTH} bytes"
     with Report(COLUMNS, facts(device, "attnmux-core"), path, title=title) as report:

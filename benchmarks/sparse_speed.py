@@ -28,8 +28,7 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     Choice,
-    detect,
-    load_plugins,
+    Plugins,
     make_backend,
     solve,
 )
@@ -49,8 +48,8 @@ def make_step(
     """The step, and the backend that is chosen for it."""
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     step = decode(1, keys, page_size=page_size, dtype=dtype).step(device, layers)
-    plugins = load_plugins()
-    platform = next(one for one in detect(plugins).platforms if one.device_type == device.type)
+    plugins = Plugins.load()
+    platform = next(one for one in plugins.detect().platforms if one.device_type == device.type)
     request = step.request.replace(phases=("extend", "decode"), graph=device.type == "cuda")
     choice = solve(request, platform, plugins.offers()).phases["decode"]
     return step, choice, with_shared_kernels(step.context(platform, request))

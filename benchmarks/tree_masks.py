@@ -22,7 +22,7 @@ from attnmux.core import ForwardBatch, ForwardMode, SpecInput
 from attnmux.core.contract.spec import FORMS
 from attnmux.core.contract.tree_masks import with_form
 from attnmux.core.facts.values import TreeMask
-from attnmux.core.plugin import TREE_MASKS
+from attnmux.core.plugin import BackendCard
 from attnmux.parts import DraftTree
 
 CPU = torch.device("cpu")
@@ -70,12 +70,12 @@ def main(rounds: int, path: Path | None) -> None:
         batch = make_batch(tree.spec_input(CPU))
         return with_form(batch, form, max_context_len=MAX_CONTEXT)
 
-    meters = {str(form): wall_meter(partial(make, form), CPU) for form in TREE_MASKS}
+    meters = {str(form): wall_meter(partial(make, form), CPU) for form in BackendCard.TREE_MASKS}
     times = interleave(meters, rounds, warm_up=5)
     fields = {form: field for field, form in FORMS.items()}
     title = f"{BATCH_SIZE} requests, {DRAFTS} nodes, {PREFIX} cached tokens; {rounds} rounds"
     with Report(COLUMNS, facts(CPU), path, title=title) as report:
-        for form in TREE_MASKS:
+        for form in BackendCard.TREE_MASKS:
             mask: torch.Tensor = getattr(make(form).spec_info, fields[form])
             median = times.median(form)
             size = mask.numel() * mask.element_size()

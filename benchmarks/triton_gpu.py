@@ -66,7 +66,7 @@ from attnmux.bench import (
     wall_meter,
 )
 from attnmux.bench.timing import Meter, Run
-from attnmux.core import AttentionCall, Platform, in_brief
+from attnmux.core import AttentionCall, AttnmuxError, Platform
 from attnmux.testing import distance, find_candidate
 
 
@@ -83,7 +83,7 @@ class Benchmark:
             try:
                 self._libraries[peer] = importlib.import_module(module)
             except Exception as error:  # an installed library may still not load
-                self.missing[peer] = in_brief(error)
+                self.missing[peer] = AttnmuxError.in_brief(error)
 
     def measure(self, family: str, case: Case) -> Row:
         is_extend = case.workload.phase != "decode"
@@ -171,7 +171,7 @@ def admitted(
         run = calls[0] if alone else in_graph(in_turn(calls), graphs_of(step.q.device))
         return Admitted(figure=Figure(error=error), run=run, out=out)
     except Exception as error:  # whatever a library raises is its result here
-        return Admitted(figure=Figure(failure=in_brief(error)))
+        return Admitted(figure=Figure(failure=AttnmuxError.in_brief(error)))
 
 
 def cold_meter(run: Run, device: torch.device) -> Meter:

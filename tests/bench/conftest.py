@@ -30,6 +30,9 @@ class Installed:
     def offers(self) -> tuple[Offer, ...]:
         return self._offers
 
+    def detect(self) -> Detection:
+        return Detection(platforms=(HERE,))
+
 
 @pytest.fixture
 def here():
@@ -40,10 +43,9 @@ def here():
 @pytest.fixture
 def install(monkeypatch):
     """Give the machine one platform, and plugins with these offers alone."""
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
 
     def put(*offers: Offer) -> None:
-        monkeypatch.setattr(shared, "load_plugins", lambda **_: Installed(offers))
+        monkeypatch.setattr(shared.Plugins, "load", lambda **_: Installed(offers))
 
     return put
 

@@ -22,7 +22,7 @@ from attnmux.core import (
     UpProjection,
     torch_dtype,
 )
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (
@@ -73,7 +73,7 @@ def fa3(context):
     from attnmux.nvidia.fa3.backend import FA3Backend  # noqa: PLC0415  # for few tests
     from attnmux.nvidia.fa3.layers import FA3Kernels  # noqa: PLC0415  # as above
 
-    kernels = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+    kernels = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
     return FA3Backend(context, {"num_splits": 0}, kernels)
 
 
@@ -81,7 +81,7 @@ def flashinfer(context):
     from attnmux.nvidia.flashinfer.backend import FlashInferBackend  # noqa: PLC0415  # as above
     from attnmux.nvidia.flashinfer.planning import FlashInferKernels  # noqa: PLC0415  # as above
 
-    kernels = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
+    kernels = KernelLibrary.imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
     return FlashInferBackend(context, {}, kernels)
 
 

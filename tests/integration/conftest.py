@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attnmux.core import Offer, load_plugins
+from attnmux.core import Offer, Plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import fake_card, fake_platform
 from attnmux.transformers import (
@@ -312,7 +312,7 @@ def run_on() -> Callable[..., ModelRunner]:
         options = RunnerOptions(**{"debug": True, **given})
         if backend == "fake":
             return load_runner(open_checkpoint(folder), fake_platform(), [fake], options)
-        offers = [offer for offer in load_plugins().offers() if offer.card.name == backend]
+        offers = [offer for offer in Plugins.load().offers() if offer.card.name == backend]
         return load_runner(open_checkpoint(folder), probe_cpu(), offers, options)
 
     return make
@@ -341,7 +341,7 @@ def small():
 def run_hybrid():
     """(a checkpoint's folder) to a runner on the plain backends of the CPU."""
     names = ("torch_native", "torch_linear")
-    offers = [offer for offer in load_plugins().offers() if offer.card.name in names]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name in names]
 
     def make(folder, **changes):
         given = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, **changes}

@@ -27,9 +27,9 @@ from attnmux.core import (
     NoBackend,
     Offer,
     Platform,
+    Plugins,
     Policy,
     Request,
-    load_plugins,
     solve,
 )
 from attnmux.core.facts.verdicts import Verdict
@@ -254,7 +254,7 @@ def questions() -> list[Question]:
 
 
 def offers_on_record() -> tuple[Offer, ...]:
-    return tuple(offer for offer in load_plugins().offers() if offer.plugin in PLUGINS)
+    return tuple(offer for offer in Plugins.load().offers() if offer.plugin in PLUGINS)
 
 
 def read_record() -> dict[str, list[str]]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.core import NoBackend, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import NoBackend, Platform, Plugins, Policy, Request, solve
 
-OFFERS = load_plugins().offers()
+OFFERS = Plugins.load().offers()
 HEADS = "dtype=bf16,head_dim=64,num_q_heads=16,num_kv_heads=16"
 CPU = "cpu:x86_64,features=avx2+cxx_compiler"
 HOPPER = "nvidia:sm90,cuda=13.0"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -23,13 +23,11 @@ from attnmux.core import (
     NoBackend,
     Offer,
     Platform,
+    Plugins,
     Policy,
     Request,
-    detect,
-    load_plugins,
     solve,
 )
-from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find import unserved
 
@@ -55,11 +53,11 @@ COMMAND = "from attnmux.core.cli import main; main()"
 CHECK = """
 import pathlib, sys
 from attnmux.core import Decision
-from attnmux.core import load_plugins
+from attnmux.core import Plugins
 from attnmux.core.find.cpu import probe_cpu
 
 decision = Decision.from_json(pathlib.Path(sys.argv[1]).read_text())
-decision.check(probe_cpu(), load_plugins().offers())
+decision.check(probe_cpu(), Plugins.load().offers())
 """
 """What a rank does with the decision that the launcher wrote."""
 
@@ -114,7 +112,7 @@ def site(new_site) -> Site:
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    return load_plugins().offers()
+    return Plugins.load().offers()
 
 
 @pytest.fixture
@@ -316,14 +314,14 @@ def bare_machine(tmp_path, monkeypatch):
     for name in os.environ:
         if name.startswith("ATTNMUX_"):
             monkeypatch.delenv(name)
-    everything = load_plugins
+    everything = Plugins.load
 
     def loaded(**_: object):
         return everything(allow=("cpu",))
 
     versions = unserved.installed_version
-    monkeypatch.setattr(shared, "load_plugins", loaded)
-    monkeypatch.setattr(shared, "detect", partial(detect, root=root))
+    monkeypatch.setattr(Plugins, "load", loaded)
+    monkeypatch.setattr(Plugins, "detect", partialmethod(Plugins.detect, root=root))
     monkeypatch.setattr(
         unserved, "installed_version", lambda name: None if "nvidia" in name else versions(name)
     )

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import pytest
 
-from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import Decision, NoBackend, Offer, Platform, Plugins, Policy, Request, solve
 from attnmux.core.facts.policy import NAMING
 from attnmux.core.facts.request import parse_fields
 from attnmux.core.facts.values import PHASES
@@ -792,7 +792,7 @@ def cases() -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    return load_plugins().offers()
+    return Plugins.load().offers()
 
 
 @pytest.mark.parametrize("row", list(cases()))

@@ -10,14 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import (
-    GraphRunner,
-    InvalidInput,
-    Offer,
-    RankFailed,
-    RanksDiffer,
-    load_plugins,
-)
+from attnmux.core import GraphRunner, InvalidInput, Offer, Plugins, RankFailed, RanksDiffer
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.distributed import RankGroup
@@ -63,7 +56,7 @@ def new_tokens(place: int) -> int:
 
 def runner_of(group: RankGroup, folder: Path, **changes: object) -> ModelRunner:
     checkpoint = open_checkpoint(folder)
-    offers = [one for one in load_plugins().offers() if one.card.name == "torch_native"]
+    offers = [one for one in Plugins.load().offers() if one.card.name == "torch_native"]
     ranks = DataParallelRanks(group)
     options = RunnerOptions(**{**OPTIONS, "page_size": 4, **changes}, ranks=ranks)
     return load_runner(checkpoint, probe_cpu(), offers, options)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import load_plugins
+from attnmux.core import Plugins
 from attnmux.core.cards.named import KNOWN
 
 WITHOUT_TORCH = """
@@ -128,7 +128,7 @@ def test_a_reader_that_goes_away_is_no_traceback(command, tmp_path) -> None:
 
 
 def test_every_installed_plugin_of_ours_loads() -> None:
-    plugins = load_plugins()
+    plugins = Plugins.load()
     offers = plugins.offers()
     assert not [row for row in plugins.failures if row.distribution.startswith("attnmux-")]
     installed = {
@@ -142,7 +142,7 @@ def test_every_installed_plugin_of_ours_loads() -> None:
 
 def test_the_list_for_hints_knows_every_backend_of_ours() -> None:
     known = json.loads(KNOWN.read_text())
-    for offer in load_plugins().offers():
+    for offer in Plugins.load().offers():
         if offer.distribution in known:
             assert offer.card.name in known[offer.distribution]
 

@@ -20,7 +20,7 @@ from attnmux.core import (
     Platform,
 )
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.layers import FA3Kernels
@@ -39,7 +39,7 @@ pytest.importorskip("triton")
 from attnmux.emulators import triton_interpreter
 from attnmux.triton.attention.backend import TritonBackend
 
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+FA3 = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 NUM = 3
 """Steps."""

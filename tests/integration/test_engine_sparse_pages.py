@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import Platform, Policy, Request, detect, load_plugins, solve
+from attnmux.core import Platform, Plugins, Policy, Request, solve
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.composites import building
 from attnmux.parts.sparse_pages import SparseAttnBackend
@@ -23,13 +23,13 @@ from attnmux.transformers import (
     run_prompts,
 )
 
-OFFERS = load_plugins().offers()
+OFFERS = Plugins.load().offers()
 PAGE = 16
 
 
 def runner_of(budget, **options):
     checkpoint = open_checkpoint(recall.PATH)
-    platform = next(one for one in detect(load_plugins()).platforms if one.device_type == "cpu")
+    platform = next(one for one in Plugins.load().detect().platforms if one.device_type == "cpu")
     given = {
         "max_batch_size": 3,
         "max_context_len": 512,

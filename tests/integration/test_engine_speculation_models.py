@@ -8,7 +8,7 @@ from functools import partialmethod
 import pytest
 import torch
 
-from attnmux.core import NoBackend, Offer, load_plugins
+from attnmux.core import NoBackend, Offer, Plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import NONE, one_of
 from attnmux.cpu.flex_attention import FlexAttentionBackend
@@ -258,7 +258,7 @@ def shipped():
         draft_topk=3,
         page_size=16,
     )
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     return load_runner(open_checkpoint(recall.PATH), probe_cpu(), offers, options)
 
 

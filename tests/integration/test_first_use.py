@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core import Offer, Request, load_plugins, solve
+from attnmux.core import Offer, Plugins, Request, solve
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Unverified
@@ -136,7 +136,7 @@ def test_without_the_suite_a_warning_is_printed(acme, monkeypatch) -> None:
 def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:
     """On cases of their kind, in the model's dims."""
     card = replace(TORCH_LINEAR, name="newcomer", verified_on=())
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_native"]
     offers.append(Offer(card=card, plugin="acme", distribution="acme-linear", version="1"))
     request = Request(dtype="float32", head_dim=16, linear_layers={"gdn": 1}, linear_head_dim=24)
     decision = solve(request, probe_cpu(), offers)

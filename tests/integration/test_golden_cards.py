@@ -13,8 +13,8 @@ from attnmux.core import (
     MHATokenToKVPool,
     Offer,
     Platform,
+    Plugins,
     Request,
-    load_plugins,
     torch_dtype,
 )
 from attnmux.core.facts.request import parse_fields
@@ -28,7 +28,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFERS: tuple[Offer, ...] = load_plugins().offers()
+OFFERS: tuple[Offer, ...] = Plugins.load().offers()
 CARDS = {offer.address: offer for offer in OFFERS}
 KNOWN = json.loads(
     files("attnmux.core.cards").joinpath("known_backends.json").read_text(encoding="utf-8")

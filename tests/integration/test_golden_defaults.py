@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import NoBackend, Offer, Platform, Plugins, Policy, Request, solve
 
 ELSEWHERE = json.loads(
     (Path(__file__).parent / "golden" / "defaults-elsewhere.json").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ CELLS = tuple(product(PLATFORMS, SHAPES, (0, 1, 4), (1, 16, 64), (True, False)))
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    return load_plugins().offers()
+    return Plugins.load().offers()
 
 
 def promised_on_nvidia(platform: str, kind: str, plain: bool, flashinfer: bool) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import Decision, NoBackend, Offer, Platform, Plugins, Policy, Request, solve
 
 MODELS = Path(__file__).parents[1] / "core" / "data"
 LLAMA = request_from_model(MODELS / "llama-3.1-8b")
@@ -20,7 +20,7 @@ FP8, FNUZ = "fp8_e4m3", "fp8_e4m3fnuz"
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    return load_plugins().offers()
+    return Plugins.load().offers()
 
 
 def launch(offers, platform: str, request: Request, **policy) -> Decision:

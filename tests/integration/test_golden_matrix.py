@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import NoBackend, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import NoBackend, Platform, Plugins, Policy, Request, solve
 from attnmux.core.cards.conditions import Emulated
 from attnmux.core.plugin import ANY, BackendCard, Clause
 
 FOLDER = Path(__file__).parent / "golden"
 MATRIX = json.loads((FOLDER / "support-matrix.json").read_text(encoding="utf-8"))
 DEVIATIONS = json.loads((FOLDER / "support-deviations.json").read_text(encoding="utf-8"))
-CARDS: dict[str, BackendCard] = {o.card.name: o.card for o in load_plugins().offers()}
+CARDS: dict[str, BackendCard] = {o.card.name: o.card for o in Plugins.load().offers()}
 SIZES = (1, 2, 16, 32, 48, 64, 96, 128, 256)
 FEATURES = {
     "fp8_kv": ("kv_dtype", "fp8_e4m3"),
@@ -73,7 +73,7 @@ def expands_prompts(backend: str, machine: str) -> bool:
     """Whether a decision with the backend has another one for prompts with expanded heads."""
     policy = Policy(backend=backend)
     try:
-        decision = solve(DEEPSEEK, Platform.parse(machine), load_plugins().offers(), policy)
+        decision = solve(DEEPSEEK, Platform.parse(machine), Plugins.load().offers(), policy)
     except NoBackend:
         return False
     return decision.answer("expanded_prompts", "prompts", "extend") is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import Offer, Platform, Plugins, Policy, Request, solve
 from attnmux.core.find.graphs import with_graphs
 
 FOLDER = Path(__file__).parent / "golden"
@@ -62,7 +62,7 @@ REQUESTS: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    return load_plugins().offers()
+    return Plugins.load().offers()
 
 
 def decided(offers: tuple[Offer, ...], machine: str, column: str) -> str:

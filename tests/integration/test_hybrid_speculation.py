@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from attnmux.core import InvalidInput, NoBackend, Offer, PoolExhausted, load_plugins
+from attnmux.core import InvalidInput, NoBackend, Offer, Plugins, PoolExhausted
 from attnmux.parts import DraftTree
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
@@ -107,7 +107,7 @@ def test_steps_replayed_from_graphs_give_the_same_text(tiny, architecture, alone
     model, folder = tiny(architecture)
     prompts = some_prompts()
     expected = alone(model, prompts, NUM, use_cache=False)
-    linear = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]
+    linear = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_linear"]
     fake = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
     options = RunnerOptions(
         max_batch_size=4, max_context_len=64, max_total_tokens=512, draft_tokens=DRAFTS

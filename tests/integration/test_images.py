@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, NoBackend, Offer, load_plugins
+from attnmux.core import InvalidInput, NoBackend, Offer, Plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
@@ -333,7 +333,7 @@ def test_a_model_of_text_alone_refuses_images(tiny, run_on):
 
 def test_backends_without_masks_are_refused_with_the_reason(tiny):
     _, folder = tiny("gemma3-images")
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "fa3"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "fa3"]
     options = RunnerOptions(
         max_batch_size=2, max_context_len=64, max_total_tokens=64, images=True, dtype="bfloat16"
     )

@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core import ForwardMode, Platform
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
@@ -23,7 +23,7 @@ from attnmux.transformers.requests.prompt_images import PromptImages
 
 FLASHINFER_WORLD = AdapterWorld(
     library=make_flashinfer,
-    kernels=imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer"),
+    kernels=KernelLibrary.imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer"),
     platform=Platform.parse("nvidia:sm90,cuda=13.0"),
     host_lens=True,
 )

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import AttnmuxError, RanksDiffer, load_plugins
+from attnmux.core import AttnmuxError, Plugins, RanksDiffer
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import run_ranks
@@ -171,7 +171,7 @@ def some_pictures(name: str, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 def runner_of(group: RankGroup, asked: SimpleNamespace) -> Any:
     checkpoint = open_checkpoint(asked.folder)
     names = ("torch_native", "torch_linear")
-    offers = [one for one in load_plugins().offers() if one.card.name in names]
+    offers = [one for one in Plugins.load().offers() if one.card.name in names]
     options = RunnerOptions(
         max_batch_size=4,
         max_context_len=64,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import load_plugins
+from attnmux.core import Plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.spans import Visibility
 from attnmux.cpu.torch_native import TorchNativeBackend
@@ -98,7 +98,7 @@ def built_once(build, kept):
 @pytest.fixture(scope="module")
 def offers():
     names = ("torch_native", "torch_linear")
-    return [offer for offer in load_plugins().offers() if offer.card.name in names]
+    return [offer for offer in Plugins.load().offers() if offer.card.name in names]
 
 
 LATER = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import InvalidInput, LayerGroup, Policy, Request, load_plugins
+from attnmux.core import InvalidInput, LayerGroup, Plugins, Policy, Request
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.distributed import RankGroup
@@ -61,7 +61,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 def loaded(group: RankGroup, folder: Path, **changes: object) -> ModelRunner:
-    offers = [one for one in load_plugins().offers() if one.card.name == "torch_native"]
+    offers = [one for one in Plugins.load().offers() if one.card.name == "torch_native"]
     ranks = PrefillParallelRanks(group, least_tokens=2 * group.size)
     ranks.steps = Counting(group)
     options = RunnerOptions(**{**OPTIONS, "ranks": ranks, **changes})

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from attnmux.core import load_plugins
+from attnmux.core import Plugins
 from attnmux.core.plugin import Verified
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def recorded(text: str) -> Iterator[tuple[str, str, int]]:
 def named() -> Iterator[tuple[str, Verified]]:
     """The runs on devices of this repository's cards that were counted."""
     ours = tuple(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
-    for offer in load_plugins(ours, ()).offers():
+    for offer in Plugins.load(ours, ()).offers():
         for run in offer.card.verified_on:
             if run.platform and run.cases:
                 yield offer.card.name, run
@@ -75,7 +75,7 @@ def compiled(text: str) -> Iterator[tuple[str, str]]:
 
 def test_a_card_says_compiled_of_chips_that_are_recorded() -> None:
     ours = tuple(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
-    runs = [run for each in load_plugins(ours, ()).offers() for run in each.card.verified_on]
+    runs = [run for each in Plugins.load(ours, ()).offers() for run in each.card.verified_on]
     claims = {(run.platform.partition(":")[2], run.date) for run in runs if run.compiled}
     assert claims
     assert claims - set(compiled(CHIPS.read_text())) == set()
@@ -113,7 +113,7 @@ def test_runs_are_read_as_people_read_them() -> None:
 def test_no_reason_cites_a_file_of_this_repository() -> None:
     """No wheel has it."""
     ours = tuple(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
-    cards = [offer.card for offer in load_plugins(ours, ()).offers()]
+    cards = [offer.card for offer in Plugins.load(ours, ()).offers()]
     reasons = [prior.source for card in cards for prior in card.priors]
     reasons += [source for card in cards for source in card.sources.values()]
     reasons += [caveat.text for card in cards for caveat in card.caveats]

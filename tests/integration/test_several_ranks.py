@@ -13,14 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnmux.core import (
-    InvalidInput,
-    RankFailed,
-    RanksDiffer,
-    Request,
-    TunedLaunch,
-    load_plugins,
-)
+from attnmux.core import InvalidInput, Plugins, RankFailed, RanksDiffer, Request, TunedLaunch
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Device
 from attnmux.distributed import RankGroup, ranks_alike
@@ -70,7 +63,7 @@ def generated(
     checkpoint = open_checkpoint(folder)
     kind = InterleavedRanks if interleaved else TensorParallelRanks
     ranks = kind(group, checkpoint.config)
-    offers = [one for one in load_plugins().offers() if one.card.name == "torch_native"]
+    offers = [one for one in Plugins.load().offers() if one.card.name == "torch_native"]
     options = {**OPTIONS, **changes}
     runner = load_runner(
         checkpoint,
@@ -126,7 +119,7 @@ def test_interleaved_ranks_refuse_chosen_pages(tiny) -> None:
         **{**OPTIONS, **given}, ranks=InterleavedRanks(group, checkpoint.config)
     )
     with pytest.raises(InvalidInput, match="sparse: expected None with dcp"):
-        decide(Request(dtype="fp32", head_dim=16), probe_cpu(), load_plugins().offers(), options)
+        decide(Request(dtype="fp32", head_dim=16), probe_cpu(), Plugins.load().offers(), options)
 
 
 def other_library(group: RankGroup, folder: Path) -> str:
@@ -139,7 +132,7 @@ def other_library(group: RankGroup, folder: Path) -> str:
         load_runner(
             checkpoint,
             probe_cpu(),
-            load_plugins().offers(),
+            Plugins.load().offers(),
             RunnerOptions(**OPTIONS, ranks=TensorParallelRanks(group, checkpoint.config)),
         )
     patch.undo()
@@ -159,7 +152,7 @@ def other_prompt(group: RankGroup, folder: Path) -> tuple[str, int]:
     checkpoint = open_checkpoint(folder)
     ranks = TensorParallelRanks(group, checkpoint.config)
     options = RunnerOptions(**OPTIONS, ranks=ranks)
-    engine = Engine(load_runner(checkpoint, probe_cpu(), load_plugins().offers(), options))
+    engine = Engine(load_runner(checkpoint, probe_cpu(), Plugins.load().offers(), options))
     engine.add([1, 2, 3] + [4] * group.rank, max_new_tokens=3)
     with pytest.raises(RanksDiffer) as info:
         engine.step()
@@ -182,7 +175,7 @@ def dying(group: RankGroup, folder: Path) -> tuple[str, float]:
     checkpoint = open_checkpoint(folder)
     ranks = TensorParallelRanks(group, checkpoint.config)
     options = RunnerOptions(**OPTIONS, ranks=ranks)
-    engine = Engine(load_runner(checkpoint, probe_cpu(), load_plugins().offers(), options))
+    engine = Engine(load_runner(checkpoint, probe_cpu(), Plugins.load().offers(), options))
     engine.add([1, 2, 3], max_new_tokens=9)
     engine.step()
     if group.rank == 1:

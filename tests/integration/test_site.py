@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import Offer, load_plugins
+from attnmux.core import Offer, Plugins
 from attnmux.core.cli.explain import meanings
 from attnmux.core.facts.axes import AXES
 from attnmux.core.find.settings import READERS
@@ -24,7 +24,7 @@ PAGES = outside()
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    plugins = load_plugins(data.OURS, ())
+    plugins = Plugins.load(data.OURS, ())
     missing = set(data.OURS).difference(plugin.name for plugin in plugins.loaded)
     if missing:
         pytest.skip(f"not installed: {', '.join(sorted(missing))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import AttnmuxError, InvalidInput, forward_context
+from attnmux.core import AttnmuxError, ForwardContext, InvalidInput
 from attnmux.transformers import SequenceState
 from attnmux.transformers.model.attention import attention_forward, no_mask
 from attnmux.transformers.model.layer_call import NOT_ATTENTION, read_call
@@ -90,7 +90,7 @@ def test_the_mask_function_builds_nothing_and_refuses_padding():
 
 
 def test_outside_a_step_the_error_says_what_to_do():
-    with pytest.raises(AttnmuxError, match="forward_context"):
+    with pytest.raises(AttnmuxError, match=r"ForwardContext\.enter"):
         attention_forward(Layer(), *qkv(), None)
 
 
@@ -118,7 +118,7 @@ def test_the_step_of_the_context_is_the_one_that_runs(tiny, run_on):
     first, second = run_on(tiny("llama")[1]), run_on(tiny("llama")[1])
     step = second.steps.extend([SequenceState(token_ids=[1, 2, 3])])
     second.backend.init_forward_metadata(step.batch)
-    with torch.inference_mode(), forward_context(second.backend, step.batch):
+    with torch.inference_mode(), ForwardContext.enter(second.backend, step.batch):
         first.model(
             input_ids=step.input_ids[None], position_ids=step.batch.positions[None], use_cache=False
         )

@@ -20,8 +20,8 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Platform,
+    Plugins,
     Settings,
-    load_plugins,
 )
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
@@ -42,7 +42,7 @@ class Reached(AttnmuxError):
 def folder(tmp_path, monkeypatch):
     """An empty working directory on a CPU where all three CPU backends fit."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
+    monkeypatch.setattr(shared.Plugins, "detect", lambda plugins: Detection(platforms=(HERE,)))
     return tmp_path
 
 
@@ -76,7 +76,7 @@ def selected(*args: str) -> dict:
 
 def measure(file, *, batch_size: int = 1, **times: float) -> None:
     """Medians of the CPU backends for the shipped model."""
-    offers = {offer.card.name: offer for offer in load_plugins().offers()}
+    offers = {offer.card.name: offer for offer in Plugins.load().offers()}
     request = request_from_model(recall.PATH)
     RecordFile(file, Measurement).add(
         [

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-from attnmux.core import InvalidInput, PoolExhausted, load_plugins, torch_dtype
+from attnmux.core import InvalidInput, Plugins, PoolExhausted, torch_dtype
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
@@ -267,7 +267,7 @@ def test_the_checkpoint_s_kv_dtype_and_scales_are_used(
     (folder / "hf_quant_config.json").write_text(json.dumps(said))
     warned: list[str] = []
     options = RunnerOptions(max_batch_size=2, max_context_len=64, max_total_tokens=128)
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     runner = load_runner(open_checkpoint(folder), probe_cpu(), offers, options, warn=warned.append)
     assert runner.decision.kv_dtype == "fp8_e4m3"
     scales = [(layer.k_scale, layer.v_scale) for layer in runner.context.layers]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnmux.core import InvalidInput, Offer, SWAKVPool, stored_parts, torch_dtype
-from attnmux.core.plugin import unpack_rows
+from attnmux.core import InvalidInput, KVPool, Offer, SWAKVPool, torch_dtype
 from attnmux.testing import CanaryBackend, RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
@@ -42,8 +41,8 @@ def round_what_is_written(pool, dtype, monkeypatch, *, kept=()):
     """Have a pool of float32 hold what one of few bits gives back; in kept layers, all."""
 
     def read_back(row):
-        stored = stored_parts(row, dtype, None)
-        return (unpack_rows(*stored) if len(stored) > 1 else stored[0]).to(row.dtype)
+        stored = KVPool.stored_parts(row, dtype, None)
+        return (KVPool.unpack_rows(*stored) if len(stored) > 1 else stored[0]).to(row.dtype)
 
     for method in ("set_kv_buffer", "set_mla_kv_buffer"):
         write = getattr(pool, method)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, NoBackend, Offer, PoolExhausted, load_plugins
+from attnmux.core import InvalidInput, NoBackend, Offer, Plugins, PoolExhausted
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
@@ -164,7 +164,7 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch,
 @pytest.mark.turns(12)
 def test_text_of_steps_replayed_from_graphs(tiny, architecture, alone) -> None:
     model, folder = tiny(architecture)
-    linear = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]
+    linear = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_linear"]
     fake = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
     options = RunnerOptions(max_batch_size=6, max_context_len=64, max_total_tokens=512)
     runner = load_runner(open_checkpoint(folder), fake_platform(), [fake, *linear], options)
@@ -209,7 +209,7 @@ def test_layers_are_not_compiled(tiny, run_hybrid) -> None:
 
 def test_without_a_backend_for_the_linear_layers(tiny) -> None:
     _, folder = tiny("lfm2")
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_native"]
     options = RunnerOptions(max_batch_size=1, max_context_len=8, max_total_tokens=8)
     with pytest.raises(NoBackend, match="no backend serves these layers of the model: 3 conv"):
         load_runner(open_checkpoint(folder), probe_cpu(), offers, options)

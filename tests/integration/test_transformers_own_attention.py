@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import InvalidInput, load_plugins
+from attnmux.core import InvalidInput, Plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.load.checkpoint import quiet_transformers
@@ -94,7 +94,7 @@ def test_logits_are_those_of_eager_attention(tmp_path, name, page_size):
             for parameter in model.parameters():
                 parameter.normal_(0, 0.3)
         model.save_pretrained(tmp_path)
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_native"]
     options = RunnerOptions(
         max_batch_size=3, max_context_len=64, max_total_tokens=192, page_size=page_size, debug=True
     )
@@ -132,7 +132,7 @@ def test_a_model_around_a_decoder_of_transformers_is_served(tmp_path):
     model = transformers.DeepseekVLForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path)
     options = RunnerOptions(max_batch_size=3, max_context_len=64, max_total_tokens=192)
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_native"]
     runner = load_runner(open_checkpoint(tmp_path), probe_cpu(), offers, options)
     sequences = [torch.randint(97, (n,)).tolist() for n in PROMPT_LENS]
     ours = runner.extend([SequenceState(token_ids=ids) for ids in sequences])
@@ -214,7 +214,7 @@ def test_a_padding_token_in_a_text_of_xlm_counts(tmp_path):
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
     options = RunnerOptions(max_batch_size=3, max_context_len=64, max_total_tokens=192)
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_native"]
     runner = load_runner(open_checkpoint(tmp_path), probe_cpu(), offers, options)
     ids = [5, config.pad_index, 7, 9]
     ours = runner.extend([SequenceState(token_ids=ids)])

@@ -15,8 +15,8 @@ from attnmux.core import (
     MHATokenToKVPool,
     NoBackend,
     Offer,
+    Plugins,
     SWAKVPool,
-    load_plugins,
 )
 from attnmux.core.composites.layer_groups import LayerGroupsBackend
 from attnmux.core.find.cpu import probe_cpu
@@ -99,7 +99,7 @@ def model(tmp_path_factory):
 
 
 def offers_named(*names):
-    return [offer for offer in load_plugins().offers() if offer.card.name in names]
+    return [offer for offer in Plugins.load().offers() if offer.card.name in names]
 
 
 def run(folder, offers=None, platform=None, **changes):

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnmux.core import (
     ForwardMode,
     InvalidInput,
+    Plugins,
     Policy,
     TunedLaunch,
     UpProjection,
     build,
-    load_plugins,
     solve,
     with_halves,
 )
@@ -362,7 +362,7 @@ def prompts_on(context) -> ChunkedPrefixBackend:
 def test_a_decision_names_the_backend_and_build_makes_it() -> None:
     case = case_of(extend((0, 9), (33, 12)))
     setup = make_setup(case, probe_cpu(), "cpu")
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     asked = case.request.replace(chunked_prefix=True)
     policy = Policy(allow=("torch_native",))
     decision = solve(asked, setup.context.platform, offers, policy)

@@ -19,15 +19,15 @@ from attnmux.core import (
     InvalidInput,
     NoBackend,
     Platform,
+    Plugins,
     Policy,
     Request,
     build,
-    load_plugins,
     solve,
     with_halves,
 )
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import ANY, Clause, imported
+from attnmux.core.plugin import ANY, Clause, KernelLibrary
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.layers import FA3Kernels
@@ -49,7 +49,7 @@ from attnmux.testing import (
 )
 from attnmux.testing.cases.standard import in_graphs
 
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+FA3 = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 LATENT = {
     **{"kind": "mla", "num_q_heads": 4, "num_kv_heads": 1, "head_dim": 48},
     **{"kv_lora_rank": 32, "qk_rope_head_dim": 16},
@@ -224,7 +224,7 @@ LATENT_TREES = Request.parse(
 )
 def test_a_named_backend_without_trees_gets_them(asked, name, platform, reads_prefixes) -> None:
     policy = Policy(backend=name)
-    decision = solve(asked, platform, load_plugins().offers(), policy)
+    decision = solve(asked, platform, Plugins.load().offers(), policy)
     assert decision.answer("draft_trees", "prefixes", "decode") is not None
     assert decision.answer("draft_trees", "prefixes", "decode").backend == (
         reads_prefixes or decision.answer("draft_trees", "prefixes", "decode").backend
@@ -264,7 +264,7 @@ def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
         named = dict(zip(named, reversed(named.values()), strict=True))
     policy = Policy(origins=dict.fromkeys(named, "config"), **named)
     asked = TREES.replace(speculative_attention_mode=mode)
-    decision = solve(asked, BLACKWELL, load_plugins().offers(), policy)
+    decision = solve(asked, BLACKWELL, Plugins.load().offers(), policy)
     (change,) = decision.coercions
     assert (change.field, change.old, change.origin) == (
         "backend for verify",
@@ -275,7 +275,7 @@ def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
 
 
 def test_a_backend_with_masks_is_preferred() -> None:
-    decision = solve(TREES, HOPPER, load_plugins().offers())
+    decision = solve(TREES, HOPPER, Plugins.load().offers())
     assert decision.answer("draft_trees", "prefixes", "decode") is None
 
 
@@ -294,7 +294,7 @@ def test_a_backend_with_masks_is_preferred() -> None:
 def test_other_requests_are_refused_as_before(changes) -> None:
     policy = Policy(backend="trtllm_mha")
     with pytest.raises(NoBackend):
-        solve(TREES.replace(**changes), BLACKWELL, load_plugins().offers(), policy)
+        solve(TREES.replace(**changes), BLACKWELL, Plugins.load().offers(), policy)
 
 
 def read_by(choice: Choice) -> dict[str, dict[str, dict[str, Choice]]]:
@@ -307,7 +307,7 @@ def test_build_makes_what_was_decided(seed) -> None:
     setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
     asked = setup.context.request.replace(custom_mask=False, phases=("extend", "decode", "verify"))
     policy = Policy(backend="torch_native")
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     plain = solve(undrafted_request(asked), probe_cpu(), offers, policy)
     assert plain.answer("draft_trees", "prefixes", "decode") is None
     choice = plain.phases["decode"]
@@ -330,7 +330,7 @@ def test_two_batches_of_trees_have_a_composite_each(seed) -> None:
     setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
     phases = ("extend", "decode", "verify")
     asked = setup.context.request.replace(custom_mask=False, phases=phases, two_batches=True)
-    plain = solve(undrafted_request(asked), probe_cpu(), load_plugins().offers())
+    plain = solve(undrafted_request(asked), probe_cpu(), Plugins.load().offers())
     choice = plain.phases["decode"]
     decision = replace(plain, request=asked, parts={**read_by(choice), "two_batches": {}})
     backend = build(decision, replace(setup.context, request=asked))

@@ -19,7 +19,7 @@ from attnmux.core import (
     Request,
     solve,
 )
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
 from attnmux.nvidia.fa3.backend import FA3Backend
@@ -42,7 +42,7 @@ from attnmux.testing.cases.standard import in_graphs, standard_cases
 from attnmux.triton.attention.factory import triton as make_triton
 from attnmux.triton.functions.chosen_pages import make_kernels
 
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+FA3 = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 PAGE = 4
 CASES = [
     case

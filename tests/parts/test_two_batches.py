@@ -17,15 +17,15 @@ from attnmux.core import (
     InvalidInput,
     ModelInput,
     Platform,
+    Plugins,
     Policy,
     build,
-    load_plugins,
     solve,
     with_halves,
 )
 from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.layers import FA3Kernels
@@ -42,7 +42,7 @@ from attnmux.testing import (
     verify,
 )
 
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+FA3 = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
 STEPS = {
     "decode": (decode(40, 3, 17, 9, 25), {}, 2),
@@ -337,7 +337,7 @@ def test_a_decision_asks_for_it_and_build_makes_it() -> None:
     case = case_of(decode(40, 3))
     setup = make_setup(case, probe_cpu(), "cpu")
     asked = case.request.replace(two_batches=True)
-    offers, policy = load_plugins().offers(), Policy(backend="torch_native")
+    offers, policy = Plugins.load().offers(), Policy(backend="torch_native")
     decision = solve(asked, setup.context.platform, offers, policy)
     assert decision.hash != solve(case.request, decision.platform, offers, policy).hash
     backend = build(decision, replace(setup.context, request=decision.request))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core import Offer, Platform, Request, load_plugins
+from attnmux.core import Offer, Platform, Plugins, Request
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.values import PHASES
@@ -249,7 +249,7 @@ def call(monkeypatch):
                 def offers(self) -> tuple[Offer, ...]:
                     return offers
 
-            monkeypatch.setattr(shared, "load_plugins", lambda **_: Given())
+            monkeypatch.setattr(shared.Plugins, "load", lambda **_: Given())
         return CliRunner().invoke(verbs, ["matrix", *args], prog_name="attnmux")
 
     return invoke
@@ -335,7 +335,7 @@ def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
     }
 
 
-@pytest.mark.parametrize("offer", load_plugins(OURS, ()).offers(), ids=lambda offer: offer.address)
+@pytest.mark.parametrize("offer", Plugins.load(OURS, ()).offers(), ids=lambda offer: offer.address)
 @pytest.mark.turns(4)
 def test_the_cells_are_what_the_cards_answer(offer) -> None:
     for row in rows_of([offer]):

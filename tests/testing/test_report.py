@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Measurement, load_plugins
+from attnmux.core import Measurement, Plugins
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import Verified
@@ -124,7 +124,7 @@ def test_without_torch_s_collection_the_rest_is_there(monkeypatch) -> None:
 
 def test_kept_results_are_reported(home, no_run) -> None:
     keep(verification())
-    (offer,) = [each for each in load_plugins().offers() if each.address == NAME]
+    (offer,) = [each for each in Plugins.load().offers() if each.address == NAME]
     made = {
         "backend": NAME,
         "device": Device.of(probe_cpu()),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import BackendFailed, Request, load_plugins, solve
+from attnmux.core import BackendFailed, Plugins, Request, solve
 from attnmux.core.cards.installed_files import digest
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.measured.store import Store
@@ -31,7 +31,7 @@ SPECULATING = ("extend", "decode", "verify", "draft")
 
 @pytest.fixture
 def offers():
-    return [each for each in load_plugins().offers() if each.card.name == "torch_native"]
+    return [each for each in Plugins.load().offers() if each.card.name == "torch_native"]
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from attnmux.core import AttnmuxError, InvalidInput
-from attnmux.core.verbs import FiniteRange, check_replaceable
+from attnmux.core.plugin import Files
+from attnmux.core.verbs import FiniteRange
 from tools.models.children import all_names, context_of_children, machine_of, run_all
 from tools.models.outcome import Outcome, as_json, as_markdown, counts, reasons
 from tools.models.recipe import DimsKind, Recipe
@@ -54,7 +55,7 @@ def in_folder(context: click.Context, option: click.Parameter, value: Path | Non
     """The file. It must be one, in a folder that is there, before minutes of work."""
     if value is not None:
         try:
-            check_replaceable(str(option.name), value)
+            Files.check_replaceable(str(option.name), value)
         except InvalidInput as error:
             raise click.BadParameter(str(error)) from None
     return value

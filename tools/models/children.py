@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from attnmux.core import InvalidInput, Offer, Platform, detect, load_plugins, pick_platform
+from attnmux.core import InvalidInput, Offer, Platform, Plugins
 from tools.models.outcome import Outcome
 from tools.models.recipe import Recipe
 
@@ -73,8 +73,8 @@ def machine_of(device: str, backend: str | None) -> tuple[Platform, Sequence[Off
 
     Raises InvalidInput for a platform or a backend that nobody has.
     """
-    plugins = load_plugins()
-    platform, offers = pick_platform(detect(plugins), device), tuple(plugins.offers())
+    plugins = Plugins.load()
+    platform, offers = plugins.detect().pick(device), tuple(plugins.offers())
     found = tuple(offer for offer in offers if backend in (None, offer.card.name))
     if not found:
         names = ", ".join(sorted({offer.card.name for offer in offers}))

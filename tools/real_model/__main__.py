@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core import NoBackend, Platform, Policy, detect, load_plugins, pick_platform
+from attnmux.core import NoBackend, Platform, Plugins, Policy
 from attnmux.transformers import (
     Checkpoint,
     Engine,
@@ -75,7 +75,7 @@ class Subject:
     def __init__(self, checkpoint: Checkpoint, platform: Platform) -> None:
         self.checkpoint = checkpoint
         self.platform = platform
-        self.offers = load_plugins().offers()
+        self.offers = Plugins.load().offers()
 
     def theirs(self, dtype: str) -> PreTrainedModel:
         """On transformers' own eager attention."""
@@ -212,7 +212,7 @@ def main() -> None:
 
 def compare(checkpoint: Checkpoint, backends: tuple[str, ...]) -> tuple[dict[str, Any], int]:
     """Print the tables. Returns their rows, and how many miss their bar."""
-    subject = Subject(checkpoint, pick_platform(detect(load_plugins())))
+    subject = Subject(checkpoint, Plugins.load().detect().pick())
     ids = list(checkpoint.require_tokenizer()(TEXT.read_text("utf-8"))["input_ids"])
     exact = likelihood(theirs(subject.theirs("float32"), ids), ids)
     print(f"{len(ids)} tokens of text, of perplexity {exact.perplexity:.3f} in float32")

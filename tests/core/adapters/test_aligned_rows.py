@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.plugin import aligned, is_aligned
+from attnmux.core.plugin import Rows
 
 WIDE = torch.randn(7, 6, 9, 136).bfloat16()
 
@@ -32,8 +32,8 @@ WIDE = torch.randn(7, 6, 9, 136).bfloat16()
     ],
 )
 def test_rows_that_do_not_begin_at_16_bytes_are_copied(rows, where_they_are):
-    assert is_aligned(rows) is where_they_are
-    copy = aligned(rows)
+    assert Rows.is_aligned(rows) is where_they_are
+    copy = Rows.aligned(rows)
     assert (copy is rows) is where_they_are
-    assert is_aligned(copy)
+    assert Rows.is_aligned(copy)
     assert torch.equal(copy, rows)

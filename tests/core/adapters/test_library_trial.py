@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core import BackendFailed
-from attnmux.core.plugin import trying
+from attnmux.core.plugin import KernelLibrary
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "privateuseone:1"])
@@ -22,7 +22,7 @@ def test_an_error_that_a_launch_reports_late_is_a_reason(
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     with (
         pytest.raises(BackendFailed, match="device lost; build it"),
-        trying("acme/fast", torch.device(device), hint="build it"),
+        KernelLibrary.trying("acme/fast", torch.device(device), hint="build it"),
     ):
         pass
     assert waited == [torch.device(device)]
@@ -30,5 +30,5 @@ def test_an_error_that_a_launch_reports_late_is_a_reason(
 
 def test_nothing_is_waited_for_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: pytest.fail("on a CPU"))
-    with trying("acme/fast", torch.device("cpu")):
+    with KernelLibrary.trying("acme/fast", torch.device("cpu")):
         pass

@@ -31,7 +31,6 @@ ROW = """    Axis(
     ),
 )
 DECIDED ="""
-FIELD, FLAG = "    graph: Condition", "    graph: bool"
 READ = """
 import json
 from random import Random
@@ -85,7 +84,10 @@ def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
     }  # what `build` makes of the decision
     # multimodal asks for the phase "encoder", where head_dim asks for the encoder's; the mode says
     # who serves verify and draft
-    assert {item.name for item in fields(Request)} - asked == {"speculative_attention_mode"}
+    assert {item.name for item in fields(Request)} - asked == {
+        "speculative_attention_mode",
+        "parts",
+    }
 
 
 def test_what_asks_for_an_axis_does() -> None:
@@ -109,10 +111,10 @@ def with_a_toy(folder: Path) -> Path:
         ("facts/axes.py", ")\nDECIDED =", ROW),
         (
             "cards/clause.py",
-            "    graph: Condition",
-            "    toy: Condition = NONE\n    graph: Condition",
+            "    graph: Limit",
+            "    toy: Limit = NONE\n    graph: Limit",
         ),
-        ("facts/request.py", "    graph: bool", "    toy: bool = False\n    graph: bool"),
+        ("facts/request.py", "    graph: Flag", "    toy: Flag = False\n    graph: Flag"),
     ):
         path = core / name
         text = path.read_text()

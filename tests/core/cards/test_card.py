@@ -147,13 +147,11 @@ PROBES = {
     "page_size": emulated(16, 32),
 }
 OF_FIELDS = {
-    "str": {"text"},
-    "str | None": {"text"},
-    "int | None": {"number", "range"},
-    "float | None": {"number", "range"},
-    "bool": {"flag"},
+    **{name: {"text"} for name in ("Kind", "Dtype")},
+    **{name: {"number", "range"} for name in ("Count", "Window", "Measure")},
+    "Flag": {"flag"},
 }
-"""By the type of a request's field of the axis's name."""
+"""By the type of a request's field of the axis's name, see `facts/values.py`."""
 OF_OTHERS = {
     "vendor": {"text"},
     "phase": {"text"},

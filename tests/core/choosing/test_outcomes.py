@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.core import Decision, NoBackend, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import Decision, NoBackend, Platform, Plugins, Policy, Request, solve
 from attnmux.core.cli.outcomes import (
     Outcome,
     joined_by_first_reason,
@@ -237,7 +237,7 @@ def test_an_outcome_agrees_with_naming_the_backend(model, machine, asked) -> Non
     themselves.
     """
     pytest.importorskip("attnmux.cpu.plugin")
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     platform = Platform.parse(machine)
     policy = Policy()
     request = request_from_model(DATA / model).replace(**parse_fields(asked))

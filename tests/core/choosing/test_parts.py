@@ -12,10 +12,10 @@ from attnmux.core import (
     DispatchingBackend,
     InvalidInput,
     NoBackend,
+    Plugins,
     Policy,
     Request,
     build,
-    load_plugins,
     make_backend,
     solve,
 )
@@ -71,7 +71,7 @@ def setup():
 
 
 def decided(request: Request) -> Decision:
-    return solve(request, probe_cpu(), load_plugins().offers(), Policy(backend="torch_native"))
+    return solve(request, probe_cpu(), Plugins.load().offers(), Policy(backend="torch_native"))
 
 
 def test_it_is_demanded_decided_checked_built_and_explained(setup) -> None:
@@ -85,7 +85,7 @@ def test_it_is_demanded_decided_checked_built_and_explained(setup) -> None:
 
     read = Decision.from_json(decision.to_json())
     assert (read.hash, read.parts) == (decision.hash, decision.parts)
-    read.check(probe_cpu(), load_plugins().offers())
+    read.check(probe_cpu(), Plugins.load().offers())
     made = build(read, replace(setup.context, request=decision.request))
     assert isinstance(made, EchoBackend)
     assert type(made.witness) is type(made.members[0])
@@ -95,7 +95,7 @@ def test_a_changed_answer_does_not_hold(setup) -> None:
     decision = decided(setup.context.request.replace(parts={"echo": 1}))
     other = replace(decision.answer("echo", "witness", "extend"), version="0")
     changed = replace(decision, parts={"echo": {"witness": {"extend": other}}})
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     with pytest.raises(InvalidInput, match=r"version .* here, 0 in the decision"):
         changed.check(probe_cpu(), offers)
     without = replace(decision, parts={})
@@ -110,7 +110,7 @@ def test_without_its_package_nothing_serves_what_demands_it(setup, monkeypatch) 
     with pytest.raises(NoBackend, match="the part echo is not installed"):
         decided(asked)
     with pytest.raises(InvalidInput, match="the part echo is not installed"):
-        decision.check(probe_cpu(), load_plugins().offers())
+        decision.check(probe_cpu(), Plugins.load().offers())
     assert "the part echo is not installed" in decision.summary()
 
 
@@ -133,14 +133,14 @@ def test_a_part_that_does_not_want_the_request_refuses_it(setup) -> None:
 def test_what_demands_an_absent_part_is_refused_with_its_line(demand) -> None:
     """And never served without it."""
     asked = Request.parse("num_q_heads=8,num_kv_heads=2,head_dim=64,dtype=bf16").replace(**demand)
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     assert solve(asked, probe_cpu(), offers).parts
     with pytest.raises(NoBackend, match="pip install attnmux-parts"):
         solve(asked, probe_cpu(), offers, parts=no_part)
 
 
 def test_what_can_do_without_a_part_says_what_would_help() -> None:
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     latent = Request.parse(
         "kind=mla,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,kv_lora_rank=512,"
         "qk_rope_head_dim=64,dtype=bf16,chunked_prefix=true"

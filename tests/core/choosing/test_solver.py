@@ -375,7 +375,7 @@ def test_the_same_card_twice_is_an_error(offer, cpu) -> None:
 
 def test_a_card_without_its_plugin_is_no_offer(offer, cpu) -> None:
     with pytest.raises(
-        InvalidInput, match=r"load_plugins\(\).offers\(\) are, got one of type Back"
+        InvalidInput, match=r"Plugins.load\(\).offers\(\) are, got one of type Back"
     ):
         solve(Request(), cpu, [offer("a").card])
 
@@ -493,7 +493,7 @@ def test_options_are_read_against_the_card(offer, cpu) -> None:
         ({"a": {"splits": "many"}}, "a value of type int"),
         ({"a": {"splits": 1.5}}, "a value of type int"),
         ({"a": {"splits": True}}, "a value of type int"),
-        ({"a": {"splits": [4]}}, "a value of type int"),
+        ({"a": {"splits": [4]}}, "options of a of splits: expected bool or int or float or str"),
         ({"a": {"splits": -3}}, "a value of type int, at least 1, at most 64"),
         ({"a": {"splits": "65"}}, "a value of type int, at least 1, at most 64"),
         ({"a": {"share": float("nan")}}, "a value of type float, at least 0.0"),

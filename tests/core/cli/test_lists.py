@@ -38,7 +38,7 @@ def test_platforms(call) -> None:
 
 def test_platforms_that_are_ambiguous_are_still_listed(call, monkeypatch) -> None:
     found = tuple(map(Platform.parse, ("amd:gfx942", "nvidia:sm90,memory=141GB", "cpu:x86_64")))
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=found))
+    monkeypatch.setattr(shared.Plugins, "detect", lambda plugins: Detection(platforms=found))
     result = call("platforms", "--json")
     assert result.exit_code == 0
     data = json.loads(result.stdout)
@@ -84,13 +84,13 @@ def test_backends(call) -> None:
 
 def test_a_backend_of_a_device_that_is_not_here_is_not_ready(call, monkeypatch) -> None:
     platforms = (Platform.parse("acme:v1,device=cpu"), Platform.parse("cpu:x86_64"))
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=platforms))
+    monkeypatch.setattr(shared.Plugins, "detect", lambda plugins: Detection(platforms=platforms))
     here = {}
     for vendor in ("acme", "zeta"):
         clauses = (Clause.when(vendor=one_of(vendor)),)
         card = BackendCard(name=vendor, summary="", clauses=clauses, factory="a:b")
         plugin = Plugin(EntryPoint("p", "", "attnmux"), "d", cards=(card,))
-        monkeypatch.setattr(shared, "load_plugins", lambda p=plugin, **_: Plugins(loaded=(p,)))
+        monkeypatch.setattr(shared.Plugins, "load", lambda p=plugin, **_: Plugins(loaded=(p,)))
         (row,) = json.loads(call("backends", "--json").stdout)["backends"]
         here[vendor] = row["here"]
         assert row["here"] in call("backends").stdout
@@ -101,7 +101,7 @@ def test_a_broken_plugin_is_a_warning_and_a_row(call, monkeypatch) -> None:
     failure = PluginFailure(
         plugin="bad", distribution="dist-bad", version="0.3", stage="load", error="OSError: gone"
     )
-    monkeypatch.setattr(shared, "load_plugins", lambda **_: Plugins(failures=[failure]))
+    monkeypatch.setattr(shared.Plugins, "load", lambda **_: Plugins(failures=[failure]))
     result = call("backends", "--json")
     assert result.exit_code == 0
     assert "plugin bad (dist-bad 0.3): OSError: gone" in result.stderr
@@ -110,7 +110,7 @@ def test_a_broken_plugin_is_a_warning_and_a_row(call, monkeypatch) -> None:
 
 
 def test_without_a_plugin_a_warning_says_what_to_install(call, monkeypatch) -> None:
-    monkeypatch.setattr(shared, "load_plugins", lambda settings: Plugins())
+    monkeypatch.setattr(shared.Plugins, "load", lambda settings: Plugins())
     result = call("backends", "--json")
     assert json.loads(result.stdout)["backends"] == []
     assert "no plugin offers a backend: pip install attnmux-cpu" in result.stderr

@@ -346,7 +346,7 @@ def on_a_machine(monkeypatch, **given) -> None:
     def detect(plugins: Plugins) -> Detection:
         return detection
 
-    monkeypatch.setattr(shared, "detect", detect)
+    monkeypatch.setattr(shared.Plugins, "detect", detect)
 
 
 def test_a_device_without_its_plugin_is_said_loudly(call, monkeypatch) -> None:
@@ -391,8 +391,8 @@ def ask(request, platform):
         raise InvalidInput("alibi", got=True, expected="none in acme")
     return request.replace(origin="model", strided_kv=True, graph=True)
 
-def launch(decision, model, facts):
-    return ["acme-serve", model, "--page", decision.page_size, "--ranks", facts.tp]
+def launch(decision, model, *, tp, kv_dtype_skip):
+    return ["acme-serve", model, "--page", decision.page_size, "--ranks", tp]
 
 def install(decision, plugins):
     return ["acme", *plugins]

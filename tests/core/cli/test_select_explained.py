@@ -73,7 +73,7 @@ def call(monkeypatch):
                 for each in CARDS
             )
 
-    monkeypatch.setattr(shared, "load_plugins", lambda **_: Given())
+    monkeypatch.setattr(shared.Plugins, "load", lambda **_: Given())
 
     def invoke(*args: str):
         given = ["select", "--platform", HERE, *args]

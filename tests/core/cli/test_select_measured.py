@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Detection, Measurement, Platform, Request, load_plugins
+from attnmux.core import Detection, Measurement, Platform, Plugins, Request
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.verbs import Device, Question
@@ -28,13 +28,13 @@ FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """The user's file, in which the backend that the priors favour less is the faster one."""
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
+    monkeypatch.setattr(shared.Plugins, "detect", lambda plugins: Detection(platforms=(HERE,)))
     monkeypatch.setattr("attnmux.core.Settings.cache_folder", lambda *_: tmp_path / "cache")
     return tmp_path / "cache" / "measurements.json"
 
 
 def measure(file, times) -> None:
-    offers = {offer.address: offer for offer in load_plugins().offers()}
+    offers = {offer.address: offer for offer in Plugins.load().offers()}
     RecordFile(file, Measurement).add(
         [
             Measurement(

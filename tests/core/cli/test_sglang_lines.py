@@ -12,12 +12,11 @@ from click.testing import CliRunner
 from attnmux.configs import request_from_model
 from attnmux.core import (
     InvalidInput,
-    LaunchFacts,
     LayerGroup,
     Platform,
+    Plugins,
     Policy,
     Request,
-    load_plugins,
     solve,
 )
 from attnmux.core.cli.engines import FACTS
@@ -80,8 +79,8 @@ UNSERVED = {
 
 
 def launched(request: Request, platform: Platform = HOPPER, *, tp: int = 1) -> str:
-    decision = solve(asking.ask(request, platform), platform, load_plugins().offers())
-    return shlex.join(asking.launch(decision, "MODEL", LaunchFacts(tp=tp)))
+    decision = solve(asking.ask(request, platform), platform, Plugins.load().offers())
+    return shlex.join(asking.launch(decision, "MODEL", tp=tp))
 
 
 def test_every_field_of_a_request_is_on_the_line_or_refused_or_the_models() -> None:
@@ -130,9 +129,9 @@ def test_steps_are_captured_where_a_backend_can_be() -> None:
     assert not asking.ask(SHAPE, Platform.parse("cpu:x86_64")).graph
     with pytest.raises(InvalidInput, match=r"^graph: expected none: SGLang captures no steps"):
         asking.ask(SHAPE.replace(graph=True), Platform.parse("cpu:x86_64"))
-    policy, offers = Policy(backend="torch_native"), load_plugins().offers()
+    policy, offers = Policy(backend="torch_native"), Plugins.load().offers()
     decision = solve(asking.ask(SHAPE, HOPPER), HOPPER, offers, policy)
-    words = asking.launch(decision, "MODEL", LaunchFacts())
+    words = asking.launch(decision, "MODEL")
     assert "--disable-decode-cuda-graph" in words
 
 

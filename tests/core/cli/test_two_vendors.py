@@ -16,7 +16,7 @@ from attnmux.core.cli.verbs import verbs
 @pytest.fixture
 def call(monkeypatch):
     found = tuple(map(Platform.parse, ("amd:gfx942", "nvidia:sm90", "cpu:x86_64")))
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=found))
+    monkeypatch.setattr(shared.Plugins, "detect", lambda plugins: Detection(platforms=found))
 
     def invoke(*args: str):
         return CliRunner().invoke(verbs, args, prog_name="attnmux")

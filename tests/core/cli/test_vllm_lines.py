@@ -11,11 +11,10 @@ import pytest
 
 from attnmux.core import (
     InvalidInput,
-    LaunchFacts,
     LayerGroup,
     Platform,
+    Plugins,
     Request,
-    load_plugins,
     solve,
 )
 from attnmux.core.cli.engines import FACTS
@@ -71,8 +70,8 @@ def asked(**changes: object) -> Request:
 
 
 def line(request: Request, platform: Platform = HOPPER, **facts: object) -> str:
-    decision = solve(launch.ask(request, platform), platform, load_plugins().offers())
-    return shlex.join(launch.launch(decision, "MODEL", LaunchFacts(**facts)))
+    decision = solve(launch.ask(request, platform), platform, Plugins.load().offers())
+    return shlex.join(launch.launch(decision, "MODEL", **facts))
 
 
 def test_every_field_of_a_request_is_on_the_line_or_refused_or_the_models() -> None:
@@ -137,7 +136,7 @@ def test_drafts_demand_no_phases() -> None:
     """They are verified as prompts of a few tokens."""
     drafts = launch.ask(asked(spec_topk=1, spec_draft_tokens=4), HOPPER)
     assert drafts.phases == ("extend", "decode")
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     plain = solve(launch.ask(SHAPE, HOPPER), HOPPER, offers)
     assert solve(drafts, HOPPER, offers).phases == plain.phases
 
@@ -151,7 +150,7 @@ def test_vllms_own_kernels_run_encoders_and_linear_layers() -> None:
 
 
 def test_images_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
-    decision = solve(launch.ask(SHAPE, CPU), CPU, load_plugins().offers())
+    decision = solve(launch.ask(SHAPE, CPU), CPU, Plugins.load().offers())
     for kind, text in (
         ("gemma3", {}),
         ("gemma4", {"use_bidirectional_attention": "vision"}),
@@ -160,10 +159,10 @@ def test_images_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
         config = {"model_type": kind, "text_config": text}
         (tmp_path / "config.json").write_text(json.dumps(config))
         if kind == "qwen2_vl":
-            assert launch.launch(decision, str(tmp_path), LaunchFacts())
+            assert launch.launch(decision, str(tmp_path))
             continue
         with pytest.raises(InvalidInput, match=f"without images, got {kind}"):
-            launch.launch(decision, str(tmp_path), LaunchFacts())
+            launch.launch(decision, str(tmp_path))
 
 
 def test_a_line_names_the_ranks_and_the_device() -> None:
@@ -195,6 +194,6 @@ def test_layers_that_keep_the_models_dtype_are_named() -> None:
 )
 def test_what_installs_it(platform: str, engine: list[str]) -> None:
     device = Platform.parse(platform)
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     decision = solve(launch.ask(SHAPE, device), device, offers)
     assert launch.install(decision, ["plugin[extra]"]) == [*engine, "attnmux-vllm", "plugin[extra]"]

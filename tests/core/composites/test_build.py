@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attnmux.core import (
     AttentionBackend,
+    AttnmuxError,
     BackendContext,
     BackendFailed,
     Decision,
@@ -20,12 +20,12 @@ from attnmux.core import (
     FrozenMapping,
     InvalidInput,
     Offer,
+    Plugins,
     build,
     solve,
 )
-from attnmux.core.composites import building
 from attnmux.core.composites.dispatch import HybridAttnBackend
-from attnmux.core.plugin import PluginError, one_of
+from attnmux.core.plugin import one_of
 from attnmux.testing import Case, FakeBackend, decode, extend, fake_card, fake_platform, make_setup
 
 CASE = Case(name="build", steps=(extend((0, 5)), decode(6)))
@@ -157,7 +157,7 @@ def not_a_backend(context: BackendContext, options: object) -> object:
 def test_a_factory_that_makes_something_else() -> None:
     card = factory_of("not_a_backend")
     decision = decided(CASE, one={"phases": ("extend", "decode"), "card": card})
-    with pytest.raises(PluginError, match="made a object"):
+    with pytest.raises(AttnmuxError, match="made a object"):
         build(decision, context_of(CASE))
 
 
@@ -265,10 +265,9 @@ def test_a_decision_from_text_is_checked_first(monkeypatch, said, phases, is_ask
     """Text can name any code, and its hash proves nothing about where it comes from."""
     card = fake_card(phase=one_of("extend", "decode"))
     offers = [Offer(card=card, plugin="fakes")]
-    monkeypatch.setattr(
-        building, "load_plugins", lambda **_: SimpleNamespace(offers=lambda: offers)
-    )
-    monkeypatch.setattr(building, "detect", lambda plugins: Detection(platforms=(fake_platform(),)))
+    monkeypatch.setattr(Plugins, "load", lambda **_: Plugins())
+    monkeypatch.setattr(Plugins, "offers", lambda _: offers)
+    monkeypatch.setattr(Plugins, "detect", lambda _: Detection(platforms=(fake_platform(),)))
     honest = solve(CASE.request, fake_platform(), offers)
     changed = {
         phase: replace(choice, factory=FORGED) if phase in phases else choice

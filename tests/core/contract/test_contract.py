@@ -12,6 +12,7 @@ from msgspec import structs
 
 from attnmux.core import (
     AttentionBackend,
+    AttnmuxError,
     BackendContext,
     ForwardBatch,
     ForwardMode,
@@ -20,7 +21,6 @@ from attnmux.core import (
     LayerSpec,
 )
 from attnmux.core.composites.dispatch import HybridAttnBackend
-from attnmux.core.plugin import PluginError
 from attnmux.testing import (
     Case,
     CaseSetup,
@@ -496,5 +496,7 @@ def test_a_wrong_result_is_the_backend_s_fault(change, given_out) -> None:
     backend.change = change
     backend.init_forward_metadata(step.batch)
     out = torch.zeros_like(step.inputs[0].q) if given_out else None
-    with pytest.raises(PluginError, match=r"Returning returned .*expected torch.bfloat16 of shape"):
+    with pytest.raises(
+        AttnmuxError, match=r"Returning returned .*expected torch.bfloat16 of shape"
+    ):
         call(backend, step, out=out)

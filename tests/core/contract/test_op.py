@@ -11,14 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmux.core import (
-    AttnmuxError,
-    ForwardContext,
-    InvalidInput,
-    RadixAttention,
-    attention_with_output,
-    forward_context,
-)
+from attnmux.core import AttnmuxError, ForwardContext, InvalidInput, RadixAttention
 from attnmux.testing import (
     Case,
     CaseSetup,
@@ -91,7 +84,7 @@ def test_a_model_compiles_as_one_graph(steps, settings) -> None:
     for lengths in steps:
         step = prepare_step(setup, lengths)
         backend.init_forward_metadata(step.batch)
-        with forward_context(backend, step.batch), torch.no_grad():
+        with ForwardContext.enter(backend, step.batch), torch.no_grad():
             eager = model(inputs_of(step), step.batch)
             torch.testing.assert_close(compiled(inputs_of(step), step.batch), eager)
     assert len(graphs) == 1
@@ -107,7 +100,7 @@ def test_the_op_survives_functionalisation() -> None:
     backend.init_forward_metadata(step.batch)
     model = Model(setup)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with forward_context(backend, step.batch), torch.no_grad():
+    with ForwardContext.enter(backend, step.batch), torch.no_grad():
         torch.testing.assert_close(
             compiled(inputs_of(step), step.batch), model(inputs_of(step), step.batch)
         )
@@ -136,7 +129,7 @@ def test_what_a_compiled_indexer_writes_is_read_by_its_own_layer(steps) -> None:
     given = [(*each, x.topk_indices) for each, x in zip(inputs_of(step), step.inputs, strict=True)]
     assert not torch.equal(given[0][-1], given[1][-1])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with forward_context(backend, step.batch), torch.no_grad():
+    with ForwardContext.enter(backend, step.batch), torch.no_grad():
         torch.testing.assert_close(compiled(given, step.batch), model(given, step.batch))
 
 
@@ -147,7 +140,7 @@ def test_heads_may_come_flattened() -> None:
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
     attention = RadixAttention(given.layer)
-    with forward_context(backend, step.batch):
+    with ForwardContext.enter(backend, step.batch):
         whole = attention(given.q, given.k, given.v, step.batch)
         flat = attention(given.q.flatten(1), given.k.flatten(1), given.v.flatten(1), step.batch)
     assert torch.equal(whole, flat)
@@ -160,7 +153,7 @@ def test_the_three_queries_of_a_head_may_come_flattened() -> None:
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
     attention = RadixAttention(given.layer)
-    with forward_context(backend, step.batch):
+    with ForwardContext.enter(backend, step.batch):
         whole = attention(given.q, given.k, given.v, step.batch)
         flat = attention(given.q.flatten(1), given.k.flatten(1), given.v.flatten(1), step.batch)
     assert torch.equal(whole, flat)
@@ -173,7 +166,7 @@ def test_the_rotary_parts_may_come_flattened_too() -> None:
     backend.init_forward_metadata(step.batch)
     ((q, k, v, q_rope, k_rope), *_) = inputs_of(step)
     attention = RadixAttention(step.inputs[0].layer)
-    with forward_context(backend, step.batch):
+    with ForwardContext.enter(backend, step.batch):
         whole = attention(q, k, v, step.batch, q_rope=q_rope, k_rope=k_rope)
         ropes = {"q_rope": q_rope.flatten(1), "k_rope": k_rope.flatten(1)}
         assert torch.equal(attention(q, k, v, step.batch, **ropes), whole)
@@ -187,7 +180,7 @@ def test_heads_may_come_in_any_memory_order() -> None:
     given = step.inputs[0]
     heads_first = given.q.view(2, 3, 8, 128).transpose(1, 2).contiguous()
     attention = RadixAttention(given.layer)
-    with forward_context(backend, step.batch):
+    with ForwardContext.enter(backend, step.batch):
         expected = attention(given.q, given.k, given.v, step.batch)
         result = attention(heads_first.transpose(1, 2), given.k, given.v, step.batch)
     assert torch.equal(result, expected)
@@ -198,7 +191,7 @@ def test_heads_that_do_not_fit_are_named(shape) -> None:
     setup = setup_of(decode(3, 9, 4))
     step = prepare_step(setup, setup.case.steps[0])
     with (
-        forward_context(FakeBackend(setup.context), step.batch),
+        ForwardContext.enter(FakeBackend(setup.context), step.batch),
         pytest.raises(InvalidInput, match=r"q: expected \[T, 8, 128\] or \[T, 1024\]"),
     ):
         RadixAttention(step.inputs[0].layer)(torch.zeros(shape), None, None, step.batch)
@@ -212,8 +205,8 @@ def test_the_op_writes_out_and_lse() -> None:
     given = step.inputs[1]
     out = torch.full_like(given.q, torch.nan)
     lse = torch.full(given.q.shape[:2], torch.nan)
-    with forward_context(backend, step.batch):
-        nothing = attention_with_output(
+    with ForwardContext.enter(backend, step.batch):
+        nothing = RadixAttention.op(
             given.q,
             given.k,
             given.v,
@@ -259,10 +252,8 @@ def test_padding_after_the_tokens_attends_to_nothing(lengths, settings) -> None:
         )
         out = torch.full((num_tokens + padding, *expected.shape[1:]), torch.nan, dtype=q.dtype)
         lse = torch.full(out.shape[:2], torch.nan)
-        with forward_context(backend, step.batch):
-            attention_with_output(
-                q, k, v, q_rope, k_rope, out, lse, torch.tensor(layer.layer_id), True
-            )
+        with ForwardContext.enter(backend, step.batch):
+            RadixAttention.op(q, k, v, q_rope, k_rope, out, lse, torch.tensor(layer.layer_id), True)
         assert torch.equal(out[:num_tokens], expected)
         assert not out[num_tokens:].any()
         assert bool(torch.isneginf(lse[num_tokens:]).all())
@@ -278,7 +269,7 @@ def test_the_op_stays_outside_of_device_graphs() -> None:
 def test_the_op_runs_on_fake_tensors_without_a_step() -> None:
     with FakeTensorMode():
         q = torch.empty(3, 8, 128)
-        attention_with_output(
+        RadixAttention.op(
             q, None, None, None, None, torch.empty_like(q), None, torch.tensor(1), True
         )
 
@@ -288,7 +279,7 @@ def test_attention_outside_a_step_says_what_to_do() -> None:
     step = prepare_step(setup, setup.case.steps[0])
     given = step.inputs[0]
     with pytest.raises(
-        AttnmuxError, match=r"with attnmux\.core\.forward_context\(backend, batch\)"
+        AttnmuxError, match=r"with attnmux\.core\.ForwardContext\.enter\(backend, batch\)"
     ):
         RadixAttention(given.layer)(given.q, given.k, given.v, step.batch)
 
@@ -299,7 +290,7 @@ def test_another_batch_than_the_running_one_is_refused() -> None:
     given = step.inputs[0]
     backend = FakeBackend(setup.context)
     with (
-        forward_context(backend, replace(step.batch)),
+        ForwardContext.enter(backend, replace(step.batch)),
         pytest.raises(InvalidInput, match="another batch"),
     ):
         RadixAttention(given.layer)(given.q, given.k, given.v, step.batch)
@@ -309,9 +300,9 @@ def test_contexts_nest_and_end_with_an_exception() -> None:
     setup = setup_of(decode(3))
     batch = prepare_step(setup, setup.case.steps[0]).batch
     outer, inner = FakeBackend(setup.context), FakeBackend(setup.context)
-    with forward_context(outer, batch) as context:
+    with ForwardContext.enter(outer, batch) as context:
         assert ForwardContext.current() is context
-        with suppress(ZeroDivisionError), forward_context(inner, batch):
+        with suppress(ZeroDivisionError), ForwardContext.enter(inner, batch):
             assert ForwardContext.current().backend is inner
             raise ZeroDivisionError
         assert ForwardContext.current().backend is outer
@@ -330,7 +321,7 @@ def test_a_context_belongs_to_its_thread() -> None:
         except AttnmuxError as error:
             seen.append(error)
 
-    with forward_context(FakeBackend(setup.context), batch):
+    with ForwardContext.enter(FakeBackend(setup.context), batch):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()

@@ -14,7 +14,7 @@ from attnmux.core.contract.halves import half_of
 from attnmux.core.contract.spec import mask_bounds, tree_visibility, unpack_visible, whole_mask
 from attnmux.core.contract.tree_masks import draft_depths, pack_visible, with_form
 from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.plugin import NONE, TREE_MASKS, check_trees, limited_drafts
+from attnmux.core.plugin import NONE, BackendCard, check_trees, limited_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.parts import undrafted_request
 from attnmux.testing import (
@@ -75,8 +75,8 @@ def test_bits_are_the_lowest_first(drafts: int) -> None:
 
 
 @pytest.mark.parametrize("drafts", [6, 11])
-@pytest.mark.parametrize("wanted", TREE_MASKS)
-@pytest.mark.parametrize("given", TREE_MASKS)
+@pytest.mark.parametrize("wanted", BackendCard.TREE_MASKS)
+@pytest.mark.parametrize("given", BackendCard.TREE_MASKS)
 def test_each_form_is_made_from_each(given: str, wanted: str, drafts: int) -> None:
     forms = all_forms(random_trees(3, drafts))
     _, batch = verified(drafts, **forms[given])
@@ -142,7 +142,7 @@ def hiding(row: int, column: int, value: bool = False) -> torch.Tensor:
         (hiding(1, 3, value=True), "later one in request 1"),
     ],
 )
-@pytest.mark.parametrize("form", TREE_MASKS)
+@pytest.mark.parametrize("form", BackendCard.TREE_MASKS)
 def test_what_is_no_tree_is_refused_in_debug_mode(visible, message, form) -> None:
     setup, batch = verified(6, **all_forms(visible)[form])
     with pytest.raises(InvalidInput, match=message):
@@ -160,7 +160,7 @@ def test_bits_after_the_last_draft_are_refused_in_debug_mode() -> None:
         check_trees(verified(9, visible_bits=bits)[1])
 
 
-@pytest.mark.parametrize("given", TREE_MASKS)
+@pytest.mark.parametrize("given", BackendCard.TREE_MASKS)
 def test_graphs_hold_a_byte_for_each_pair_of_drafts(given: str) -> None:
     visible = random_trees(3, 6)
     _, batch = verified(6, **all_forms(visible)[given])
@@ -218,7 +218,7 @@ TREE = Case(
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("read", TREE_MASKS)
+@pytest.mark.parametrize("read", BackendCard.TREE_MASKS)
 @pytest.mark.parametrize("given", ["qlen_only", "qlen_only_bitpacking"])
 def test_backends_get_the_form_that_they_read(given: str, read: str, graph: bool) -> None:
     forms = []
@@ -241,7 +241,7 @@ def test_backends_get_the_form_that_they_read(given: str, read: str, graph: bool
 def test_only_backends_that_lack_a_form_are_wrapped() -> None:
     setup, _ = verified(6, visible=random_trees(3, 6))
     plain = FakeBackend(setup.context)
-    assert with_mask_forms(plain, TREE_MASKS) is plain
+    assert with_mask_forms(plain, BackendCard.TREE_MASKS) is plain
     assert isinstance(with_mask_forms(plain, ("full",)), MaskFormsBackend)
     asked = replace(setup.context, request=undrafted_request(setup.context.request))
     chains = FakeBackend(replace(asked, request=asked.request.replace(custom_mask=False)))
@@ -258,7 +258,7 @@ def test_a_converted_step_passes_the_checks_of_debug_mode(form: str) -> None:
 
 
 def test_a_card_names_forms() -> None:
-    assert fake_card().tree_masks == TREE_MASKS
+    assert fake_card().tree_masks == BackendCard.TREE_MASKS
     for wrong in ((), ("whole",), "full"):
         with pytest.raises(InvalidInput, match="tree_masks"):
             replace(fake_card(), tree_masks=wrong)

@@ -16,10 +16,10 @@ from attnmux.core import (
     LayerGroup,
     MLATokenToKVPool,
     Platform,
+    Plugins,
     Request,
     build,
     layer_of,
-    load_plugins,
     make_context,
     solve,
 )
@@ -41,7 +41,7 @@ ROOM = {"size": 64, "max_batch_size": 2, "max_context_len": 32}
 
 def decided(**fields: object) -> Decision:
     pytest.importorskip("attnmux.cpu.plugin")
-    return solve(Request(**fields), CPU, load_plugins(("cpu",), ()).offers())
+    return solve(Request(**fields), CPU, Plugins.load(("cpu",), ()).offers())
 
 
 def prompt(context: BackendContext, length: int) -> ForwardBatch:

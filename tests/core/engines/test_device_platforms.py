@@ -17,9 +17,6 @@ from attnmux.core import (
     Plugins,
     Settings,
     build,
-    load_plugins,
-    platform_of,
-    reported_device,
     solve,
 )
 from attnmux.core.cli import run as shared
@@ -85,17 +82,17 @@ MACHINE = (cuda("NVIDIA RTX A6000", 8, 6), cuda("Tesla T4", 7, 5))
 @pytest.mark.parametrize("wanted", [None, "nvidia", "nvidia:sm86", "cpu"])
 def test_a_device_names_its_platform(reports, wanted) -> None:
     reports(*MACHINE)
-    assert platform_of(torch.device("cuda:0"), BOTH, wanted) == A6000
-    assert platform_of(torch.device("cuda:1"), BOTH, wanted) == T4
-    assert platform_of(torch.device("cuda"), BOTH, wanted) == A6000
-    assert platform_of(torch.device("cpu"), BOTH, wanted) == CPU
+    assert Chooser.platform_of(torch.device("cuda:0"), BOTH, wanted) == A6000
+    assert Chooser.platform_of(torch.device("cuda:1"), BOTH, wanted) == T4
+    assert Chooser.platform_of(torch.device("cuda"), BOTH, wanted) == A6000
+    assert Chooser.platform_of(torch.device("cpu"), BOTH, wanted) == CPU
 
 
 def test_the_card_itself_is_named_among_cards_of_its_architecture(reports) -> None:
     reports(*MACHINE, cuda("NVIDIA A40", 8, 6), cuda("NVIDIA A10", 8, 6))
     detection = Detection(platforms=(A40, A6000, T4, CPU))
-    assert platform_of(torch.device("cuda:2"), detection, None) == A40
-    other = platform_of(torch.device("cuda:3"), detection, None)
+    assert Chooser.platform_of(torch.device("cuda:2"), detection, None) == A40
+    other = Chooser.platform_of(torch.device("cuda:3"), detection, None)
     assert (other.name, other.count) == ("NVIDIA A40 and NVIDIA RTX A6000", 3)
 
 
@@ -103,38 +100,38 @@ def test_before_torch_is_initialised_the_setting_names_it(reports) -> None:
     """A process that will fork must not initialise CUDA."""
     reports(*MACHINE, initialised=False)
     with pytest.raises(AmbiguousPlatform, match="nvidia:sm75 and nvidia:sm86"):
-        platform_of(torch.device("cuda"), BOTH, None)
-    assert platform_of(torch.device("cuda"), BOTH, "nvidia:sm75") == T4
-    assert platform_of(torch.device("cuda:0"), BOTH, None) == A6000
+        Chooser.platform_of(torch.device("cuda"), BOTH, None)
+    assert Chooser.platform_of(torch.device("cuda"), BOTH, "nvidia:sm75") == T4
+    assert Chooser.platform_of(torch.device("cuda:0"), BOTH, None) == A6000
 
 
 def test_a_setting_that_names_nothing_is_an_error(reports) -> None:
     reports(*MACHINE)
     for device in ("cuda:0", "cpu"):
         with pytest.raises(InvalidInput, match=r"attnmux\.toml: expected one of nvidia:sm75"):
-            platform_of(torch.device(device), BOTH, "nvidai", named="attnmux.toml")
+            Chooser.platform_of(torch.device(device), BOTH, "nvidai", named="attnmux.toml")
 
 
 def test_a_device_that_no_probe_finds_is_as_torch_reports_it(reports) -> None:
     reports(cuda("Orin", 8, 7))
     alone = Detection(platforms=(CPU,))
-    found = platform_of(torch.device("cuda:0"), alone, None)
+    found = Chooser.platform_of(torch.device("cuda:0"), alone, None)
     assert (str(found), found.name) == ("nvidia:sm87,memory=7B", "Orin")
-    stated = platform_of(torch.device("cuda"), alone, "nvidia:sm87,cuda=12.6")
+    stated = Chooser.platform_of(torch.device("cuda"), alone, "nvidia:sm87,cuda=12.6")
     assert (stated.runtime, stated.name) == ("cuda 12.6", "Orin")
     with pytest.raises(InvalidInput, match="expected one of cpu; if the device is there, name it"):
-        platform_of(torch.device("xpu"), alone, None)
+        Chooser.platform_of(torch.device("xpu"), alone, None)
 
 
 def test_an_engine_s_device_that_no_probe_finds_can_be_named(reports) -> None:
     reports(cuda("Orin", 8, 7), initialised=False)
     alone = Detection(platforms=(CPU,))
-    stated = platform_of(torch.device("cuda"), alone, "nvidia:sm87,cuda=12.6")
+    stated = Chooser.platform_of(torch.device("cuda"), alone, "nvidia:sm87,cuda=12.6")
     assert str(stated) == "nvidia:sm87,cuda=12.6"
     with pytest.raises(InvalidInput, match="got 'nvidia:sm86'"):
-        platform_of(torch.device("cuda:0"), alone, "nvidia:sm86")
+        Chooser.platform_of(torch.device("cuda:0"), alone, "nvidia:sm86")
     with pytest.raises(InvalidInput, match="got 'nvidia:sm87'"):
-        platform_of(torch.device("cpu"), alone, "nvidia:sm87")
+        Chooser.platform_of(torch.device("cpu"), alone, "nvidia:sm87")
 
 
 @pytest.mark.parametrize(
@@ -148,13 +145,13 @@ def test_an_engine_s_device_that_no_probe_finds_can_be_named(reports) -> None:
 )
 def test_the_vendor_is_told_by_the_properties(reports, facts, text) -> None:
     reports(facts)
-    assert str(reported_device(torch.device("cuda:0"))) == text
+    assert str(Chooser.reported_device(torch.device("cuda:0"))) == text
 
 
 def test_the_cpu_and_a_device_without_a_driver_are_not_reported() -> None:
-    assert reported_device(torch.device("cpu")) is None
+    assert Chooser.reported_device(torch.device("cpu")) is None
     if not torch.cuda.is_available():
-        assert reported_device(torch.device("cuda:0")) is None
+        assert Chooser.reported_device(torch.device("cuda:0")) is None
 
 
 def test_a_decision_for_another_architecture_is_refused(reports) -> None:
@@ -185,7 +182,7 @@ def test_what_cannot_be_compared_is_not_refused(reports) -> None:
 
 def test_a_backend_is_verified_on_the_device_s_platform(reports) -> None:
     reports(*MACHINE)
-    name = load_plugins().offers()[0].address
+    name = Plugins.load().offers()[0].address
     for device, platform in (("cuda:1", T4), ("cuda:0", A6000)):
         found = find_candidate(name, device=device, platforms=BOTH.platforms)
         assert found.platform == platform
@@ -193,7 +190,7 @@ def test_a_backend_is_verified_on_the_device_s_platform(reports) -> None:
 
 def test_a_verb_s_device_names_the_platform(reports, monkeypatch) -> None:
     reports(*MACHINE)
-    monkeypatch.setattr(shared, "detect", lambda plugins: BOTH)
+    monkeypatch.setattr(shared.Plugins, "detect", lambda plugins: BOTH)
     run = shared.Run()
     for device, platform in (("cuda:1", T4), ("cuda:0", A6000)):
         assert machine(run, Settings(), Plugins(), None, device=device) == platform
@@ -203,7 +200,7 @@ def test_a_verb_s_device_names_the_platform(reports, monkeypatch) -> None:
 
 def test_an_engine_s_device_names_the_platform(reports, monkeypatch) -> None:
     reports(*MACHINE)
-    monkeypatch.setattr(chooser, "detect", lambda plugins: BOTH)
+    monkeypatch.setattr(chooser.Plugins, "detect", lambda plugins: BOTH)
     assert Chooser.here("cuda:1").platform == T4
     assert Chooser.here(torch.device("cuda:0")).platform == A6000
     assert Chooser.here("cpu").platform == CPU

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import Integration, Interface
+from attnmux.core import AttnmuxError, Integration, Interface
 from attnmux.core.engines.engine_interfaces import missing
-from attnmux.core.plugin import PluginError
 from tools.engine_interfaces import differences
 
 SOURCES = {
@@ -159,7 +158,7 @@ def test_an_integration_warns_its_caller_or_raises(engine):
     with pytest.warns(EngineWarning, match=r"lacks engine\.gone: install engine 2") as warned:
         assert not register()
     assert warned[0].filename == __file__
-    with pytest.raises(PluginError, match=r"lacks engine\.gone: install engine 2"):
+    with pytest.raises(AttnmuxError, match=r"lacks engine\.gone: install engine 2"):
         INTEGRATION.require([GONE])
     assert INTEGRATION.fits(PRESENT)
     INTEGRATION.require(PRESENT)

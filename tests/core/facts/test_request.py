@@ -4,16 +4,14 @@ import pickle
 
 import pytest
 
-from attnmux.core import InvalidInput, Request, canonical_dtype
+from attnmux.core import InvalidInput, Request
 from attnmux.core.facts.request import READERS
-from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES
+from attnmux.core.facts.values import ALIASES, DTYPES
 from attnmux.parts import expanded_request
 
 
 def test_each_field_has_its_reader() -> None:
     assert [*READERS, "origins"] == list(Request.__slots__)
-    assert BY_NAME.keys() <= READERS.keys()
-    assert {*READERS.values()} == {*BY_NAME.values(), *BY_TYPE.values()}
 
 
 def test_nothing_asked() -> None:
@@ -153,6 +151,6 @@ def test_expanded_is_the_same_model_as_mha() -> None:
 
 
 def test_dtype_names() -> None:
-    assert all(canonical_dtype(name) == name for name in DTYPES)
-    assert all(canonical_dtype(alias) in DTYPES for alias in ALIASES)
-    assert canonical_dtype("torch.bfloat16") == "bfloat16"
+    assert all(Request.canonical_dtype(name) == name for name in DTYPES)
+    assert all(Request.canonical_dtype(alias) in DTYPES for alias in ALIASES)
+    assert Request.canonical_dtype("torch.bfloat16") == "bfloat16"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import InvalidInput, Platform, Plugins, detect, pick_platform
+from attnmux.core import InvalidInput, Platform, Plugins
 from attnmux.core.facts.errors import AmbiguousPlatform
 from attnmux.core.find import devices as module
+from attnmux.core.find import plugins as plugins_module
 from attnmux.core.find import probes, unserved
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.find.manager import check_device
@@ -77,38 +78,38 @@ def drm(root: Path, address: str, vendor: str) -> None:
 
 
 def test_the_cpu_is_always_there_and_last(empty) -> None:
-    detection = detect(Plugins(), root=empty)
+    detection = Plugins().detect(root=empty)
     assert [found.vendor for found in detection.platforms] == ["cpu"]
-    assert pick_platform(detection).vendor == "cpu"
+    assert detection.pick().vendor == "cpu"
     assert not detection.unserved
     assert not detection.failures
 
 
 def test_the_one_accelerator_is_picked(empty) -> None:
     plugins = Plugins([plugin("nvidia", lambda: [SM90]), plugin("triton", None)])
-    detection = detect(plugins, root=empty)
+    detection = plugins.detect(root=empty)
     assert detection.accelerators == (SM90,)
-    assert pick_platform(detection) == SM90
-    assert pick_platform(detection, "cpu").vendor == "cpu"
-    assert pick_platform(detection, "nvidia:sm90") == SM90
-    assert pick_platform(detection, " NVIDIA") == SM90
+    assert detection.pick() == SM90
+    assert detection.pick("cpu").vendor == "cpu"
+    assert detection.pick("nvidia:sm90") == SM90
+    assert detection.pick(" NVIDIA") == SM90
 
 
 def test_two_kinds_are_an_error_that_names_both(empty) -> None:
     plugins = Plugins([plugin("nvidia", lambda: [SM90]), plugin("amd", lambda: [GFX942])])
-    detection = detect(plugins, root=empty)
+    detection = plugins.detect(root=empty)
     with pytest.raises(AmbiguousPlatform, match="amd:gfx942 and nvidia:sm90"):
-        pick_platform(detection)
-    assert pick_platform(detection, "amd") == GFX942
-    assert pick_platform(detection, "cpu").vendor == "cpu"
+        detection.pick()
+    assert detection.pick("amd") == GFX942
+    assert detection.pick("cpu").vendor == "cpu"
 
 
 def test_two_architectures_of_one_vendor_are_ambiguous_too(empty) -> None:
     both = [SM90, Platform.parse("nvidia:sm80,cuda=12.8")]
-    detection = detect(Plugins([plugin("nvidia", lambda: both)]), root=empty)
+    detection = Plugins([plugin("nvidia", lambda: both)]).detect(root=empty)
     with pytest.raises(AmbiguousPlatform, match="nvidia:sm80 and nvidia:sm90"):
-        pick_platform(detection, "nvidia")
-    assert pick_platform(detection, "nvidia:sm80").arch == "sm80"
+        detection.pick("nvidia")
+    assert detection.pick("nvidia:sm80").arch == "sm80"
 
 
 def test_two_cards_of_one_architecture_are_both_named(empty) -> None:
@@ -116,34 +117,34 @@ def test_two_cards_of_one_architecture_are_both_named(empty) -> None:
         replace(SM90, name=name, count=count, memory_bytes=memory)
         for name, count, memory in (("NVIDIA H100", 2, 80), ("NVIDIA H200", 1, 141))
     ]
-    picked = pick_platform(detect(Plugins([plugin("nvidia", lambda: cards)]), root=empty))
+    picked = Plugins([plugin("nvidia", lambda: cards)]).detect(root=empty).pick()
     assert (picked.name, picked.count) == ("NVIDIA H100 and NVIDIA H200", 3)
     assert picked.memory_bytes == 80
 
 
 def test_names_are_picked_in_any_case(empty) -> None:
     acme = Platform.parse("Acme:Mark_II,device=acme")
-    detection = detect(Plugins([plugin("acme", lambda: [acme])]), root=empty)
+    detection = Plugins([plugin("acme", lambda: [acme])]).detect(root=empty)
     for wanted in ("Acme", "acme", "Acme:Mark_II", "acme:mark_ii"):
-        assert pick_platform(detection, wanted) == acme
+        assert detection.pick(wanted) == acme
 
 
 def test_a_cpu_that_a_plugin_reports_is_last_too(empty) -> None:
     own = Platform.parse("cpu:x86_64,features=of_the_plugin")
-    detection = detect(Plugins([plugin("nvidia", lambda: [own, SM90])]), root=empty)
+    detection = Plugins([plugin("nvidia", lambda: [own, SM90])]).detect(root=empty)
     assert detection.platforms == (SM90, own)
 
 
 def test_an_absent_platform_cannot_be_picked(empty) -> None:
     with pytest.raises(InvalidInput, match="got 'nvidia'"):
-        pick_platform(detect(Plugins(), root=empty), "nvidia")
+        Plugins().detect(root=empty).pick("nvidia")
 
 
 @pytest.mark.parametrize("wanted", ["nvidia", "NVIDIA:sm90"])
 def test_the_error_mentions_a_missing_plugin(empty, wanted) -> None:
     node(empty, "dev/nvidia0")
     with pytest.raises(InvalidInput, match="pip install attnmux-nvidia"):
-        pick_platform(detect(Plugins(), root=empty), wanted)
+        Plugins().detect(root=empty).pick(wanted)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_the_error_mentions_a_missing_plugin(empty, wanted) -> None:
 )
 def test_a_broken_probe_is_a_row_and_the_others_go_on(empty, probe, said) -> None:
     plugins = Plugins([plugin("nvidia", probe), plugin("amd", lambda: [GFX942])])
-    detection = detect(plugins, root=empty)
+    detection = plugins.detect(root=empty)
     assert detection.accelerators == (GFX942,)
     (failure,) = detection.failures
     assert (failure.plugin, failure.stage) == ("nvidia", "platforms")
@@ -181,9 +182,9 @@ def stuck(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """`detect`, with a tenth of a second for core's own questions."""
-    monkeypatch.setattr(module, "survey", partial(module.survey, seconds=0.1))
-    return detect
+    """`Plugins.detect`, with a tenth of a second for core's own questions."""
+    monkeypatch.setattr(plugins_module, "survey", partial(module.survey, seconds=0.1))
+    return Plugins.detect
 
 
 def test_a_kernel_that_does_not_answer_is_a_row(empty, stuck, quick) -> None:
@@ -200,13 +201,13 @@ def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, quick, monk
     cpuinfo = stuck(empty / "cpuinfo")
     monkeypatch.setattr(module, "probe_cpu", lambda: probe_cpu(cpuinfo))
     detection = quick(Plugins(), root=empty)
-    assert pick_platform(detection).vendor == "cpu"
-    assert pick_platform(detection).features == frozenset()
+    assert detection.pick().vendor == "cpu"
+    assert detection.pick().features == frozenset()
     (failure,) = detection.failures
     assert "the CPU" in failure.plugin
     assert "no answer in 0.1 s" in failure.error
     monkeypatch.setattr(module, "probe_cpu", raising(ImportError("cpuinfo")))
-    detection = detect(Plugins(), root=empty)
+    detection = Plugins().detect(root=empty)
     assert detection.platforms[-1].arch
     assert [row.error for row in detection.failures] == ["ImportError: cpuinfo"]
 
@@ -225,7 +226,7 @@ def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, quick, monk
 )
 def test_a_device_without_its_plugin_is_named_with_the_pip_line(empty, path, vendor) -> None:
     node(empty, path)
-    (device,) = detect(Plugins(), root=empty).unserved
+    (device,) = Plugins().detect(root=empty).unserved
     assert (device.vendor, device.evidence) == (vendor, f"/{path}")
     assert "not installed" in device.problem
     assert device.fix == f"pip install attnmux-{vendor}"
@@ -235,7 +236,7 @@ def test_a_device_without_its_plugin_is_named_with_the_pip_line(empty, path, ven
 def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(empty, monkeypatch) -> None:
     monkeypatch.setattr(unserved, "installed_version", {"attnmux-nvidia": "0.3"}.get)
     node(empty, "dev/nvidia0")
-    (device,) = detect(Plugins(), root=empty).unserved
+    (device,) = Plugins().detect(root=empty).unserved
     assert device.problem == "attnmux-nvidia is left out"
     assert "allow_plugins" in device.fix
 
@@ -243,7 +244,7 @@ def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(empty, m
 def test_control_nodes_are_no_devices(empty) -> None:
     for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "davinci_manager", "kfd"):
         node(empty, f"dev/{name}")
-    assert not detect(Plugins(), root=empty).unserved
+    assert not Plugins().detect(root=empty).unserved
 
 
 @pytest.mark.parametrize(
@@ -257,13 +258,13 @@ def test_control_nodes_are_no_devices(empty) -> None:
 )
 def test_a_device_behind_a_render_node(empty, address, vendor, found) -> None:
     drm(empty, address, vendor)
-    devices = detect(Plugins(), root=empty).unserved
+    devices = Plugins().detect(root=empty).unserved
     assert [device.vendor for device in devices] == (["intel"] if found else [])
 
 
 def test_a_served_device_is_not_reported(empty) -> None:
     node(empty, "dev/nvidia0")
-    assert not detect(Plugins([plugin("nvidia", lambda: [SM90])]), root=empty).unserved
+    assert not Plugins([plugin("nvidia", lambda: [SM90])]).detect(root=empty).unserved
 
 
 def test_a_broken_plugin_is_the_problem(empty) -> None:
@@ -279,17 +280,17 @@ def test_a_broken_plugin_is_the_problem(empty) -> None:
         (Plugins(failures=[failure]), "pip install --force-reinstall attnmux-nvidia"),
         (Plugins([plugin("nvidia", raising(ImportError("x")))]), "repair what the error names"),
     ):
-        (device,) = detect(plugins, root=empty).unserved
+        (device,) = plugins.detect(root=empty).unserved
         assert "is broken (ImportError: x)" in device.problem
         assert device.fix.startswith(fix)
 
 
 def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:
     node(empty, "dev/nvidia0")
-    (device,) = detect(Plugins([plugin("nvidia", lambda: [])]), root=empty).unserved
+    (device,) = Plugins([plugin("nvidia", lambda: [])]).detect(root=empty).unserved
     assert "found none" in device.problem
     with pytest.raises(InvalidInput, match="found none"):
-        pick_platform(detect(Plugins([plugin("nvidia", lambda: [])]), root=empty), "nvidia")
+        Plugins([plugin("nvidia", lambda: [])]).detect(root=empty).pick("nvidia")
 
 
 def test_devices_that_the_user_hid_are_no_problem(empty) -> None:
@@ -299,7 +300,7 @@ def test_devices_that_the_user_hid_are_no_problem(empty) -> None:
     def problems(text: str) -> list[str]:
         variables = {"CUDA_VISIBLE_DEVICES": text}
         return [
-            str(one) for one in detect(Plugins(loaded, variables=variables), root=empty).unserved
+            str(one) for one in Plugins(loaded, variables=variables).detect(root=empty).unserved
         ]
 
     assert problems("") == problems("-1") == []
@@ -321,23 +322,23 @@ def test_a_vendor_s_own_plugin_reports_its_architectures(changes) -> None:
 def test_a_device_that_no_library_sees_can_be_named(empty, probe) -> None:
     node(empty, "dev/nvhost-gpu")
     loaded = [plugin("nvidia", probe)]
-    silent = detect(Plugins(loaded), root=empty)
+    silent = Plugins(loaded).detect(root=empty)
     (device,) = silent.unserved
     assert "or name it, as nvidia:ARCH[,cuda=VERSION] in ATTNMUX_PLATFORM" in str(device)
     for wanted in ("nvidia:sm87", " NVIDIA:sm87,cuda=12.6"):
-        detection = detect(Plugins(loaded, named=wanted), root=empty)
-        assert pick_platform(detection, wanted) == Platform.parse(wanted.strip())
+        detection = Plugins(loaded, named=wanted).detect(root=empty)
+        assert detection.pick(wanted) == Platform.parse(wanted.strip())
         assert detection.platforms[-1].vendor == "cpu"
         assert not detection.unserved
-    misspelt = detect(Plugins(loaded, named="nvidia:orin"), root=empty)
+    misspelt = Plugins(loaded, named="nvidia:orin").detect(root=empty)
     with pytest.raises(InvalidInput, match="ARCH: sm80, sm90 or sm100"):
-        pick_platform(misspelt, "nvidia:orin")
+        misspelt.pick("nvidia:orin")
 
 
 def test_a_device_that_is_not_there_cannot_be_named(empty) -> None:
     for found in ([SM90], []):
         plugins = Plugins([plugin("nvidia", lambda found=found: found)], named="nvidia:sm87")
-        detection = detect(plugins, root=empty)
+        detection = plugins.detect(root=empty)
         assert detection.accelerators == tuple(found)
         with pytest.raises(InvalidInput, match="got 'nvidia:sm87'"):
-            pick_platform(detection, "nvidia:sm87")
+            detection.pick("nvidia:sm87")

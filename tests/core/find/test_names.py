@@ -7,17 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnmux.core import (
-    InvalidInput,
-    NoBackend,
-    Offer,
-    Platform,
-    Plugins,
-    Policy,
-    Request,
-    load_plugins,
-    solve,
-)
+from attnmux.core import InvalidInput, NoBackend, Offer, Platform, Plugins, Policy, Request, solve
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.find import plugins as installed
 from attnmux.core.find.plugin import Plugin
@@ -102,7 +92,7 @@ def test_lists_match_distributions(distribution, allow, deny, admitted) -> None:
 
 @pytest.fixture
 def configured(monkeypatch):
-    """`load_plugins` with an environment. Returns what it passes on, and its offers."""
+    """`Plugins.load` with an environment. Returns what it passes on, and its offers."""
 
     def load(allow=None, deny=(), **environ: str) -> tuple[object, tuple[Offer, ...]]:
         for name, value in environ.items():
@@ -115,7 +105,7 @@ def configured(monkeypatch):
 
         monkeypatch.setattr(installed, "find_plugins", find)
         monkeypatch.setattr(installed, "manager", lambda: SimpleNamespace(load=lambda each: each))
-        offers = load_plugins(allow, deny).offers()
+        offers = Plugins.load(allow, deny).offers()
         return seen[0], offers
 
     return load

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import InvalidInput, Plugins, Settings, load_plugins
+from attnmux.core import InvalidInput, Plugins, Settings
 from attnmux.core.find.manager import manager
 from attnmux.core.find.plugin import Plugin
 from attnmux.core.find.probes import probe
@@ -219,7 +219,7 @@ def found(tmp_path_factory) -> Iterator[dict[str, Plugin]]:
         patch.syspath_prepend(folder)
         manager.cache_clear()
         yield by_name(
-            load_plugins([f"dist-{name}" for name in (*TABLE, "fine")], settings=Settings())
+            Plugins.load([f"dist-{name}" for name in (*TABLE, "fine")], settings=Settings())
         )
     manager.cache_clear()
     for name in (*TABLE, "fine"):
@@ -267,7 +267,7 @@ def new(tmp_path, monkeypatch, fresh_plugins) -> Callable[..., Path]:
 
 
 def loaded(*names: str, **lists: object) -> Plugins:
-    return load_plugins(list(names), **lists, settings=Settings())
+    return Plugins.load(list(names), **lists, settings=Settings())
 
 
 @pytest.mark.parametrize("stage", ["load", "cards", "platforms"])
@@ -389,7 +389,7 @@ def test_damaged_metadata_of_one_plugin_leaves_the_others(
     monkeypatch.setattr(
         sys, "path", [str(tmp_path), *(p for p in sys.path if "-packages" not in p)]
     )
-    plugins = load_plugins(settings=Settings())
+    plugins = Plugins.load(settings=Settings())
     assert {offer.plugin for offer in plugins.offers()} >= {"good"}
     rows = [row for row in plugins.failures if row.distribution == "dist-bad"]
     assert len(rows) == (not loads)
@@ -427,4 +427,4 @@ def test_allow_and_deny(new, allow, deny, names) -> None:
 @pytest.mark.parametrize("argument", ["allow", "deny"])
 def test_a_bare_name_is_no_list_of_them(argument) -> None:
     with pytest.raises(InvalidInput, match=f"{argument}: expected several names, in a list, got"):
-        load_plugins(**{argument: "attnmux-cpu"})
+        Plugins.load(**{argument: "attnmux-cpu"})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.core import ForwardMode, GraphConfig, GraphRunner, InvalidInput, ModelInput, Platform
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.layers import FA3Kernels
 from attnmux.testing import (
@@ -23,7 +23,7 @@ from attnmux.testing import (
     prepare_step,
 )
 
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+FA3 = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 NUM = 4
 """New tokens of each request."""
 

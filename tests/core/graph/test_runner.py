@@ -20,7 +20,6 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     ModelInput,
-    forward_context,
 )
 from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.core.graph.config import show_progress
@@ -303,7 +302,7 @@ def test_replays_what_an_eager_step_gives(setup, num_requests: int) -> None:
 
 
 def _in_context(backend, batch):
-    with torch.no_grad(), forward_context(backend, batch):
+    with torch.no_grad(), ForwardContext.enter(backend, batch):
         return model(batch, ids_of(batch))
 
 

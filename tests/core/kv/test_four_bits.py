@@ -12,13 +12,13 @@ from attnmux.core import (
     ForeignKVPool,
     InvalidInput,
     JoinedKVPool,
+    KVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     SWAKVPool,
 )
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.kv.quantise import MAGNITUDES, pack_rows
-from attnmux.core.plugin import unpack_rows
 from attnmux.parts import DraftKeys
 from attnmux.testing.reference.wide_rows import wide_rows
 
@@ -61,7 +61,7 @@ def written(made, layer, loc, width):
     """What slots loc are to be read as."""
     k, v = torch.randn(len(loc), 2, width), torch.randn(len(loc), 2, 32)
     made.set_kv_buffer(layer, loc, k, v)
-    return [unpack_rows(*pack_rows(rows)) for rows in (k, v)]
+    return [KVPool.unpack_rows(*pack_rows(rows)) for rows in (k, v)]
 
 
 def read(made, layer, slots):
@@ -77,7 +77,7 @@ def test_values_are_the_nearest_to_their_scaled_numbers(spread):
     assert values.dtype == FP4_DTYPE
     assert values.shape == (40, 3 * BLOCK // 2)
     assert scales.shape == (40, 3)
-    found = unpack_rows(values, scales).unflatten(-1, (-1, BLOCK))
+    found = KVPool.unpack_rows(values, scales).unflatten(-1, (-1, BLOCK))
     for row in range(40):
         for block in range(3):
             numbers = rows[row].float().view(3, BLOCK)[block].tolist()
@@ -104,7 +104,7 @@ def test_the_layers_scale_divides_first():
 def test_nan_stays_in_its_block_and_infinities_saturate():
     rows = torch.ones(1, 3 * BLOCK)
     rows[0, 3], rows[0, BLOCK + 1] = torch.nan, -torch.inf
-    found = unpack_rows(*pack_rows(rows))[0]
+    found = KVPool.unpack_rows(*pack_rows(rows))[0]
     assert bool(found[:BLOCK].isnan().all())
     assert float(found[BLOCK + 1]) == -6 * 448
     assert found[2 * BLOCK :].tolist() == pytest.approx([1] * BLOCK, rel=0.07)
@@ -125,7 +125,7 @@ def test_a_pool_stores_packed_rows_and_moves_them():
     for slots in (loc, target):
         found = wide_rows(made, 5, slots)
         for rows, scale, wide in zip((k, v), (0.5, 2.0), found, strict=True):
-            assert torch.equal(wide, unpack_rows(*pack_rows(rows, scale)))
+            assert torch.equal(wide, KVPool.unpack_rows(*pack_rows(rows, scale)))
         made.move(loc, target)
     made.zero(target)
     assert not any(bool(each.view(torch.uint8)[target].any()) for each in made.memory(5))

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import FP8_DTYPES, InvalidInput, MHATokenToKVPool, MLATokenToKVPool
+from attnmux.core import InvalidInput, KVPool, MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.contract.dtypes import ACTIVATION_DTYPES
-from attnmux.core.plugin import quantise
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -68,7 +67,7 @@ def mla(dtype: torch.dtype) -> MLATokenToKVPool:
     )
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", KVPool.FP8_DTYPES)
 @pytest.mark.parametrize("source", ACTIVATION_DTYPES)
 def test_rounds_to_the_nearest(dtype, source):
     magnitudes = torch.logspace(-9, 5, 4001)
@@ -77,44 +76,44 @@ def test_rounds_to_the_nearest(dtype, source):
     values = finite_values(dtype)
     rows = torch.cat([rows, ((values[1:] + values[:-1]) / 2).float(), torch.zeros(1)]).to(source)
     rows = rows[rows.isfinite()]
-    stored = quantise(rows, dtype, None)
+    stored = KVPool.quantise(rows, dtype, None)
     assert stored.dtype == dtype
     torch.testing.assert_close(stored.double(), nearest(rows, dtype), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", KVPool.FP8_DTYPES)
 @pytest.mark.parametrize("source", ACTIVATION_DTYPES)
 @pytest.mark.parametrize("scale", [None, 1.0, 2.0**-20, 0.003])
 def test_overflow_saturates(dtype, source, scale):
     most = torch.finfo(source).max
     rows = torch.tensor([most, -most, torch.inf, -torch.inf, 60000.0], dtype=source)
     expected = LARGEST[dtype] * torch.tensor([1.0, -1, 1, -1, 1])
-    assert torch.equal(quantise(rows, dtype, scale).float(), expected)
+    assert torch.equal(KVPool.quantise(rows, dtype, scale).float(), expected)
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", KVPool.FP8_DTYPES)
 def test_what_is_no_number_stays_none(dtype):
-    assert quantise(torch.tensor([torch.nan, 1.0]), dtype, 2.0).float().isnan().tolist() == [
+    assert KVPool.quantise(torch.tensor([torch.nan, 1.0]), dtype, 2.0).float().isnan().tolist() == [
         True,
         False,
     ]
 
 
 @given(
-    dtype=st.sampled_from(FP8_DTYPES),
+    dtype=st.sampled_from(KVPool.FP8_DTYPES),
     scale=st.floats(2.0**-30, 2.0**30),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_value_comes_back_within_half_a_unit(dtype, scale, seed):
     """Relative to the value 2^-4 in e4m3 and 2^-3 in e5m2, where it is not below the smallest."""
     rows = torch.randn(64, generator=torch.Generator().manual_seed(seed)) * scale
-    back = quantise(rows, dtype, scale).double() * scale
+    back = KVPool.quantise(rows, dtype, scale).double() * scale
     unit, smallest = torch.finfo(dtype).eps / 2, torch.finfo(dtype).tiny
     bound = (rows.double().abs() * unit).clamp(min=smallest * unit * scale)
     assert bool(((back - rows.double()).abs() <= bound * (1 + 1e-6)).all())
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", KVPool.FP8_DTYPES)
 @pytest.mark.parametrize("scales", [(None, None), (0.5, 3.0), (0.001, 1.0)])
 @pytest.mark.parametrize("source", ACTIVATION_DTYPES)
 def test_mha_write_and_read(dtype, scales, source):
@@ -133,7 +132,7 @@ def test_mha_write_and_read(dtype, scales, source):
     assert torch.equal(values.double(), expected_v)
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", KVPool.FP8_DTYPES)
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_a_latent_has_one_scale(dtype, scale):
     pool = mla(dtype)
@@ -161,7 +160,7 @@ def test_a_scale_that_cannot_be_changes_nothing(scale):
 
 def test_half_the_bytes():
     shape = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
-    for dtype in FP8_DTYPES:
+    for dtype in KVPool.FP8_DTYPES:
         per_token = MHATokenToKVPool.bytes_per_token(dtype=dtype, **shape)
         assert 2 * per_token == MHATokenToKVPool.bytes_per_token(dtype=torch.bfloat16, **shape)
         assert mha(dtype).nbytes == per_token * 36

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
+    AttnmuxError,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
@@ -16,16 +17,16 @@ from attnmux.core import (
     LinearLayerSpec,
     NoBackend,
     Offer,
+    Plugins,
     Policy,
     PoolExhausted,
     Request,
     SpecInput,
     build,
-    load_plugins,
     solve,
 )
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, one_of
+from attnmux.core.plugin import GraphStep, LinearAttentionBackend, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.parts import LinearStatePool, linear_request
@@ -275,9 +276,9 @@ def test_drafts_that_no_state_follows() -> None:
             backend.convolve(x, weight, given.layer, wrong)
     silent = Noted(setup.context)
     silent.init_forward_metadata(batch)
-    with pytest.raises(PluginError, match="Noted verifies no drafts"):
+    with pytest.raises(AttnmuxError, match="Noted verifies no drafts"):
         silent.forward(layer=given.layer, batch=batch, **call)
-    with pytest.raises(PluginError, match="Noted verifies no drafts"):
+    with pytest.raises(AttnmuxError, match="Noted verifies no drafts"):
         silent.convolve(x, weight, given.layer, batch)
 
 
@@ -383,7 +384,7 @@ NEEDS = {"dtype": "bfloat16", "page_size": 1, "num_q_heads": 1, "num_kv_heads": 
 
 def decided(**changes):
     needs = {**NEEDS, "linear_layers": {"gdn": 2}, "linear_head_dim": 64, **changes}
-    return solve(Request(**needs), CPU, load_plugins().offers())
+    return solve(Request(**needs), CPU, Plugins.load().offers())
 
 
 def context_of(setup, decision):
@@ -428,7 +429,7 @@ def test_a_decision_becomes_a_hybrid(setup) -> None:
 def test_a_factory_that_makes_something_else(setup) -> None:
     decision = decided()
     choice = replace_choice(decision, "attnmux.testing.fakes.backend:FakeBackend")
-    with pytest.raises(PluginError, match="made a FakeBackend"):
+    with pytest.raises(AttnmuxError, match="made a FakeBackend"):
         build(choice, context_of(setup, decision))
 
 
@@ -442,7 +443,7 @@ def replace_choice(decision, factory):
 
 def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:
     request = Request(**NEEDS, linear_layers={"gdn": 2}, linear_head_dim=64)
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     named = solve(request, CPU, offers, Policy(linear_backend="torch_linear"))
     assert named.parts["linear_layers"]["gdn"]["decode"].origin == "user"
     with pytest.raises(NoBackend, match="torch_native"):
@@ -455,7 +456,7 @@ def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:
 
 def test_a_loaded_decision_is_checked_here() -> None:
     decision = type(decided()).from_json(decided().to_json())
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     decision.check(CPU, offers)
     without = [offer for offer in offers if offer.card.name != "torch_linear"]
     with pytest.raises(InvalidInput, match="torch_linear for extend and decode is offered by no"):
@@ -469,7 +470,7 @@ def test_phases_may_have_backends_of_their_own() -> None:
         priors=(),
         clauses=tuple(replace(each, phase=one_of("decode")) for each in TORCH_LINEAR.clauses),
     )
-    offers = [offer for offer in load_plugins().offers() if offer.card.name != "torch_linear"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name != "torch_linear"]
     prefill = replace(
         TORCH_LINEAR,
         clauses=tuple(replace(each, phase=one_of("extend")) for each in TORCH_LINEAR.clauses),
@@ -498,7 +499,7 @@ def test_the_backend_of_decode_or_extend_verifies(mode) -> None:
         phases: tuple(replace(each, phase=one_of(*phases)) for each in TORCH_LINEAR.clauses)
         for phases in (("extend", "verify"), ("decode", "verify"))
     }
-    offers = [offer for offer in load_plugins().offers() if offer.card.name != "torch_linear"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name != "torch_linear"]
     offers += [
         Offer(
             card=replace(TORCH_LINEAR, name=name, priors=(), clauses=clauses[phases]),
@@ -512,7 +513,7 @@ def test_the_backend_of_decode_or_extend_verifies(mode) -> None:
 
 
 def test_linear_layers_do_not_verify_trees_that_attention_verifies_in_two_parts() -> None:
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_linear"]
     card = fake_card(spec_topk=one_of(1), vendor=one_of("cpu"))
     offers.append(Offer(card=card, plugin="fake", distribution="fake"))
     trees = {**NEEDS, "spec_topk": 4, "spec_draft_tokens": 6}

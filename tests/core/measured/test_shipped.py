@@ -16,10 +16,10 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Platform,
+    Plugins,
     Policy,
     Request,
     Settings,
-    load_plugins,
     solve_measured,
 )
 from attnmux.core.measured.shipped import Shipped
@@ -199,7 +199,7 @@ def test_a_file_is_written_as_it_is_read(tmp_path) -> None:
 
 def test_no_wheel_carries_invented_figures() -> None:
     """Those that plugins of this repository carry are of a command that measured them."""
-    for offer in load_plugins().offers():
+    for offer in Plugins.load().offers():
         for each in offer.figures:
             shipped = Shipped.read(Path(each.file))
             assert shipped.command.startswith("attnmux bench --ship")
@@ -207,5 +207,5 @@ def test_no_wheel_carries_invented_figures() -> None:
 
 
 def test_a_setting_leaves_shipped_figures_out() -> None:
-    assert load_plugins(settings=Settings()).shipped
-    assert not load_plugins(settings=Settings(no_shipped_figures=True)).shipped
+    assert Plugins.load(settings=Settings()).shipped
+    assert not Plugins.load(settings=Settings(no_shipped_figures=True)).shipped

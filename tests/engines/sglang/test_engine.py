@@ -16,9 +16,8 @@ pytest.importorskip("sglang")
 pytest.importorskip("attnmux.sglang")
 
 import attnmux.transformers.recall as recall
-from attnmux.core import Decision, Interface, LaunchFacts, Platform, Request
+from attnmux.core import AttnmuxError, Decision, Interface, Platform, Request
 from attnmux.core.engines.engine_interfaces import missing
-from attnmux.core.plugin import PluginError
 from attnmux.sglang import INTERFACES, SglangInterfaceWarning, asking, interfaces, plugin
 
 RECALL = Path(recall.__file__).parent
@@ -120,7 +119,7 @@ def test_sglang_knows_every_word_of_a_line(fields: str, imported: None) -> None:
     )
     eager = replace(made, request=request.replace(graph=False))
     for decision in (made, eager):
-        words = asking.launch(decision, "MODEL", LaunchFacts(tp=2))
+        words = asking.launch(decision, "MODEL", tp=2)
         parser = argparse.ArgumentParser()
         server_args.ServerArgs.add_cli_args(parser)
         given = parser.parse_args(words[3:])
@@ -154,7 +153,7 @@ def test_an_sglang_without_an_interface_is_not_registered(
     said = r"in sglang \S+, which lacks sglang\S+:get_nothing: install sglang 0\.5\.22"
     with pytest.warns(SglangInterfaceWarning, match=said):
         plugin.register()
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(AttnmuxError, match=said):
         interfaces.INTEGRATION.require((gap,))
 
 

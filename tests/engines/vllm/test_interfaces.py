@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import attnmux.vllm
-from attnmux.core import Interface
+from attnmux.core import AttnmuxError, Interface
 from attnmux.core.engines.engine_interfaces import missing
-from attnmux.core.plugin import PluginError
 from attnmux.vllm import VllmInterfaceWarning, interfaces, plugin
 
 NONE = (Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.enlist"),)
@@ -41,7 +40,7 @@ def test_without_a_registration_vllm_keeps_its_own(monkeypatch):
 
 def test_without_an_interface_asking_for_attnmux_is_an_error(monkeypatch):
     monkeypatch.setattr(attnmux.vllm, "BACKEND", (*NONE, *NONE))
-    with pytest.raises(PluginError, match=r"BackendEnum\.enlist and 1 more: install vllm") as told:
+    with pytest.raises(AttnmuxError, match=r"BackendEnum\.enlist and 1 more: install vllm") as told:
         _ = attnmux.vllm.AttnmuxBackend
     assert len(str(told.value).splitlines()) == 1
 

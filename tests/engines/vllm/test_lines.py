@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core import Chooser, LaunchFacts, LayerGroup, Request
+from attnmux.core import Chooser, LayerGroup, Request
 from attnmux.vllm import launch
 
 arguments = pytest.importorskip("vllm.engine.arg_utils")
@@ -29,8 +29,7 @@ def test_the_parser_knows_every_word():
     )
     chooser = Chooser.here("cpu")
     decision = chooser.decide(launch.ask(request, chooser.platform))
-    facts = LaunchFacts(tp=2, kv_dtype_skip="0-1")
-    words = launch.launch(decision, "MODEL", facts)
+    words = launch.launch(decision, "MODEL", tp=2, kv_dtype_skip="0-1")
     assert words[0] == "VLLM_BATCH_INVARIANT=1"
     parser = parsers.FlexibleArgumentParser()
     arguments.AsyncEngineArgs.add_cli_args(parser)

@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attnmux.configs import request_from_model
-from attnmux.core import InvalidInput, load_plugins, solve
+from attnmux.core import InvalidInput, Plugins, solve
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
@@ -253,6 +253,6 @@ def test_an_indexer_that_ranks_otherwise_is_refused(sparse, run_on, monkeypatch)
 def test_the_request_of_a_config_says_what_is_picked(sparse):
     request = request_from_model(sparse("deepseek")[1] / "config.json")
     assert (request.kind, request.index_topk) == ("nsa", TOPK)
-    offers = [offer for offer in load_plugins().offers() if offer.plugin == "cpu"]
+    offers = [offer for offer in Plugins.load().offers() if offer.plugin == "cpu"]
     decision = solve(request, probe_cpu(), offers)
     assert {choice.backend for choice in decision.phases.values()} == {"torch_native"}

@@ -16,7 +16,7 @@ from attnmux.amd.aiter_mla import AiterMLAKernels, make
 from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.core import ForwardMode, InvalidInput, Platform
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.testing import AttentionBackendTests, decode, extend, prepare_step, verify
 from attnmux.testing.adapters.tests import (
@@ -31,7 +31,7 @@ from attnmux.testing.adapters.tests import (
     recorded,
 )
 
-EMULATED = imported(AiterMLAKernels, emulator.__name__)
+EMULATED = KernelLibrary.imported(AiterMLAKernels, emulator.__name__)
 SETTINGS: dict[str, Any] = {**LATENT, "page_size": 1}
 WORLD = AdapterWorld(
     library=make, kernels=EMULATED, platform=Platform.parse("amd:gfx942"), settings=SETTINGS

@@ -23,7 +23,7 @@ from attnmux.amd.aiter_mla import AiterMLAKernels, make
 from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.core import Platform
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.emulators.amd.aiter import aiter_kernels
 from attnmux.emulators.amd.aiter_mla_work import merge, work
@@ -163,7 +163,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aite
     monkeypatch.delitem(sys.modules, "aiter.mla", raising=False)
     mla = importlib.import_module("aiter.mla")
     monkeypatch.setattr(mla, "torch", OnHost("torch"))
-    yield imported(AiterMLAKernels, "aiter.mla", "aiter")
+    yield KernelLibrary.imported(AiterMLAKernels, "aiter.mla", "aiter")
     del sys.modules["aiter.mla"]
 
 

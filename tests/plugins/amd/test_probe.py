@@ -13,9 +13,8 @@ import pytest
 
 from attnmux.amd import probe as module
 from attnmux.amd.probe import probe
-from attnmux.core import Platform
+from attnmux.core import AttnmuxError, Platform
 from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.plugin import PluginError
 
 DATA = Path(__file__).parent / "data"
 MACHINES = json.loads((DATA / "machines.json").read_text())
@@ -201,7 +200,7 @@ def test_a_device_withheld_from_the_container_is_left_out(machine, monkeypatch) 
 def test_a_topology_that_cannot_be_read_is_an_error(machine) -> None:
     root = machine("mi250x")
     (root / "sys/class/kfd/kfd/topology/nodes/1/properties").unlink()
-    with pytest.raises(PluginError, match="cannot be read"):
+    with pytest.raises(AttnmuxError, match="cannot be read"):
         probe(root)
 
 

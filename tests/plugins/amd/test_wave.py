@@ -14,7 +14,7 @@ from attnmux.amd.cards.wave import WAVE
 from attnmux.amd.wave import make
 from attnmux.amd.wave_kernels import MODULES, Heads, WaveKernels, WaveLang
 from attnmux.core import InvalidInput, Platform
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.emulators.amd.wave import KERNELS, LANG, AttentionShape, DecodeShape, wave_compile
 from attnmux.testing import AttentionBackendTests, decode, extend
 from attnmux.testing.adapters.tests import (
@@ -124,7 +124,7 @@ def test_the_emulated_templates_have_the_library_s_parameters() -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_the_library_s_templates_compile(target) -> None:
     """Without HIP, nothing can be loaded: the option that loads it is left out."""
-    lang = imported(WaveLang, *(f"wave_lang.kernel.wave.{name}" for name in MODULES))
+    lang = KernelLibrary.imported(WaveLang, *(f"wave_lang.kernel.wave.{name}" for name in MODULES))
     options = lang.WaveCompileOptions
     without = replace(lang, WaveCompileOptions=lambda wave_runtime, **some: options(**some))
     kernels = WaveKernels.of(without)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import DeviceGraphs, Platform, load_plugins
+from attnmux.core import DeviceGraphs, Platform, Plugins
 from attnmux.emulators.ascend.torch_npu import torch_npu
 from attnmux.transformers import (
     Engine,
@@ -32,7 +32,7 @@ ANSWERS = {
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu())
-    (offer,) = load_plugins(("attnmux-ascend",), ()).offers()
+    (offer,) = Plugins.load(("attnmux-ascend",), ()).offers()
     options = RunnerOptions(
         max_batch_size=4,
         max_context_len=128,

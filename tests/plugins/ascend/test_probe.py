@@ -12,8 +12,7 @@ import pytest
 
 from attnmux.ascend import probe as module
 from attnmux.ascend.probe import probe
-from attnmux.core import Platform
-from attnmux.core.plugin import PluginError
+from attnmux.core import AttnmuxError, Platform
 
 DATA = Path(__file__).parent / "data"
 
@@ -88,7 +87,7 @@ def test_an_a3_server_is_told_by_its_pci_device(machine, npu_smi, recorded) -> N
 
 def test_a_chip_that_nothing_tells_apart_is_an_error(machine, npu_smi) -> None:
     npu_smi(f"/bin/cat {DATA / 'npu-smi-910_93.txt'}")
-    with pytest.raises(PluginError, match=r"'Ascend910' at 0000:9d:00\.0, which this version"):
+    with pytest.raises(AttnmuxError, match=r"'Ascend910' at 0000:9d:00\.0, which this version"):
         probe(machine(2))
 
 
@@ -136,14 +135,14 @@ def test_a_program_that_fails_or_hangs_is_an_error(
 ) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.2)
     npu_smi(body)
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(AttnmuxError, match=said):
         probe(machine(1))
 
 
 def test_a_program_that_is_none_is_an_error(machine, npu_smi, tmp_path) -> None:
     npu_smi("")
     (tmp_path / "bin/npu-smi").write_bytes(b"\x7fELF of another machine")
-    with pytest.raises(PluginError, match="cannot be run"):
+    with pytest.raises(AttnmuxError, match="cannot be run"):
         probe(machine(1))
 
 
@@ -165,7 +164,7 @@ def test_without_the_program_nodes_are_counted(machine, npu_smi) -> None:
     ],
 )
 def test_without_the_program_the_bus_has_to_say_one_thing(machine, npu_smi, pci, said) -> None:
-    with pytest.raises(PluginError, match=f"not on the PATH, .* {said}"):
+    with pytest.raises(AttnmuxError, match=f"not on the PATH, .* {said}"):
         probe(machine(1, pci))
 
 

@@ -16,10 +16,10 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     Platform,
+    Plugins,
     Policy,
     UpProjection,
     build,
-    load_plugins,
     solve,
 )
 from attnmux.emulators.ascend import KERNELS
@@ -159,7 +159,7 @@ def test_long_prompts_of_mla_run_expanded(step, monkeypatch: pytest.MonkeyPatch)
     world = make_setup(case, WORLD.platform, "cpu")
     asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
     policy = Policy(backend="ascend")
-    decision = solve(asked, WORLD.platform, load_plugins().offers(), policy)
+    decision = solve(asked, WORLD.platform, Plugins.load().offers(), policy)
     assert decision.answer("expanded_prompts", "prompts", "extend") is not None
     assert decision.answer("expanded_prompts", "prompts", "extend").address == "ascend/ascend"
     backend = build(decision, replace(world.context, request=decision.request))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import BackendFailed, Request, Settings, load_plugins, solve
+from attnmux.core import BackendFailed, Plugins, Request, Settings, solve
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu import levels
@@ -82,7 +82,7 @@ def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     [({"avx2", "cxx_compiler"}, "native"), ({"avx2"}, "torch_native")],
 )
 def test_it_is_chosen_where_a_compiler_is(features: set[str], chosen: str) -> None:
-    offers = [offer for offer in load_plugins().offers() if offer.plugin == "cpu"]
+    offers = [offer for offer in Plugins.load().offers() if offer.plugin == "cpu"]
     decision = solve(ASKED, replace(HERE, features=frozenset(features)), offers)
     assert {choice.backend for choice in decision.phases.values()} == {chosen}
 

@@ -10,7 +10,7 @@ import torch
 
 from attnmux.core import MultiItem, Platform
 from attnmux.core.composites.virtual_requests import most_pieces
-from attnmux.core.plugin import Pieces, imported
+from attnmux.core.plugin import KernelLibrary, Pieces
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.fa3.dual_chunk import DualChunkKernels, make, merge
 from attnmux.nvidia.fa3.dual_chunk_regions import longest_keys, regions_of
@@ -33,7 +33,7 @@ from attnmux.testing.adapters.tests import (
     recorded,
 )
 
-EMULATED = imported(DualChunkKernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+EMULATED = KernelLibrary.imported(DualChunkKernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 CHUNKS: dict[str, Any] = {"kind": "dual_chunk", "dual_chunk_len": 32}
 WORLD = AdapterWorld(

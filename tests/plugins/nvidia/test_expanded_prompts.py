@@ -12,7 +12,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import Platform, Policy, Request, UpProjection, build, load_plugins, solve
+from attnmux.core import (
+    Platform,
+    Plugins,
+    Policy,
+    Request,
+    UpProjection,
+    build,
+    solve,
+)
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as FA3
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.mla import make as make_fa3_mla
@@ -68,7 +76,7 @@ def test_build_rehearses_the_layers_that_no_pool_holds(benchmark) -> None:
     request = {**SETTINGS, "v_head_dim": 128}
     world = make_setup(Case(name="prompts", steps=(extend((9, 4)),), **request), HOPPER, "cpu")
     asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
-    decision = solve(asked, HOPPER, load_plugins().offers())
+    decision = solve(asked, HOPPER, Plugins.load().offers())
     with importlib.import_module("benchmarks.emulated").emulated_libraries():
         backend = build(decision, replace(world.context, request=decision.request))
     assert isinstance(backend, ChunkedPrefixBackend)
@@ -78,7 +86,7 @@ def test_build_rehearses_the_layers_that_no_pool_holds(benchmark) -> None:
 @pytest.mark.parametrize("named", [None, "flashmla", "flashinfer_mla", "triton"])
 def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
     policy = Policy(backend=named)
-    decision = solve(DEEPSEEK, HOPPER, load_plugins().offers(), policy)
+    decision = solve(DEEPSEEK, HOPPER, Plugins.load().offers(), policy)
     assert decision.answer("expanded_prompts", "prompts", "extend") is not None
     assert decision.answer("expanded_prompts", "prompts", "extend").address == "nvidia/fa3"
 
@@ -87,7 +95,7 @@ def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
     "changes", [{"chunked_prefix": False}, {"kind": "nsa"}, {"deterministic": True}]
 )
 def test_other_requests_have_no_expanded_prompts(changes) -> None:
-    decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers())
+    decision = solve(DEEPSEEK.replace(**changes), HOPPER, Plugins.load().offers())
     assert decision.answer("expanded_prompts", "prompts", "extend") is None
 
 
@@ -114,7 +122,7 @@ def test_the_benchmark_runs_on_a_cpu(benchmark, tmp_path) -> None:
     ],
 )
 def test_a_crossing_lies_between_the_measured_lengths(benchmark, gains, crossing) -> None:
-    decision = solve(DEEPSEEK, HOPPER, load_plugins().offers())
+    decision = solve(DEEPSEEK, HOPPER, Plugins.load().offers())
     rows = [
         benchmark.Row(
             case=benchmark.extend(1, new, benchmark.LONG, kind="mla", q_heads=16),

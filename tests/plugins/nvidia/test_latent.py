@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import joined
+from attnmux.core.plugin import LatentRows
 
 ROWS = torch.randn(5, 4, 576).bfloat16()
 
@@ -14,7 +14,7 @@ ROWS = torch.randn(5, 4, 576).bfloat16()
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_parts_of_a_row_are_not_copied(tokens):
     rows = ROWS[:tokens]
-    made = joined(rows[..., :512], rows[..., 512:])
+    made = LatentRows.joined(rows[..., :512], rows[..., 512:])
     assert torch.equal(made, rows)
     assert made.is_contiguous()
     assert not tokens or made.data_ptr() == rows.data_ptr()
@@ -35,18 +35,18 @@ def test_parts_of_a_row_are_not_copied(tokens):
 )
 def test_other_parts_are(q, q_rope):
     q_rope = q_rope[..., :64]
-    made = joined(q, q_rope)
+    made = LatentRows.joined(q, q_rope)
     assert torch.equal(made, torch.cat([q, q_rope], dim=-1))
     assert made.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
 
 
 def test_rows_that_no_kernel_can_load_are():
     rows = torch.randn(2 * 4 * 576 + 8).bfloat16()[4:-4].view(2, 4, 576)
-    made = joined(rows[..., :512], rows[..., 512:])
+    made = LatentRows.joined(rows[..., :512], rows[..., 512:])
     assert torch.equal(made, rows)
     assert made.data_ptr() % 16 == 0
 
 
 def test_a_missing_part():
     with pytest.raises(InvalidInput, match="q_rope"):
-        joined(ROWS[..., :512], None)
+        LatentRows.joined(ROWS[..., :512], None)

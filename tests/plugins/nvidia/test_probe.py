@@ -7,8 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from attnmux.core import Platform
-from attnmux.core.plugin import PluginError
+from attnmux.core import AttnmuxError, Platform
 from attnmux.nvidia import probe as module
 from attnmux.nvidia.plugin import attnmux_platforms
 
@@ -156,7 +155,7 @@ def test_memory_that_may_not_be_queried_is_unknown(nvml) -> None:
     nvml(devices=((name, capability, Nvml.NVMLError(NO_PERMISSION)),))
     assert [(found.arch, found.memory_bytes) for found in attnmux_platforms()] == [("sm90", 0)]
     fake = nvml(devices=((name, capability, Nvml.NVMLError(GPU_IS_LOST)),))
-    with pytest.raises(PluginError, match="does not answer: code 15"):
+    with pytest.raises(AttnmuxError, match="does not answer: code 15"):
         attnmux_platforms()
     assert fake.open == 0
 
@@ -238,7 +237,7 @@ def test_no_driver_is_no_device(nvml, node, code) -> None:
 
 def test_a_driver_without_its_library_is_an_error_with_a_remedy(nvml) -> None:
     nvml(init=12)
-    with pytest.raises(PluginError, match="NVIDIA_DRIVER_CAPABILITIES must include utility"):
+    with pytest.raises(AttnmuxError, match="NVIDIA_DRIVER_CAPABILITIES must include utility"):
         attnmux_platforms()
 
 
@@ -256,10 +255,10 @@ def test_without_the_driver_the_library_is_not_imported(monkeypatch) -> None:
 
 def test_a_driver_that_does_not_start_or_answer_is_an_error(nvml) -> None:
     nvml(init=18)
-    with pytest.raises(PluginError, match="does not start: code 18"):
+    with pytest.raises(AttnmuxError, match="does not start: code 18"):
         attnmux_platforms()
     fake = nvml(devices=(H200,), query=15)
-    with pytest.raises(PluginError, match="does not answer: code 15"):
+    with pytest.raises(AttnmuxError, match="does not answer: code 15"):
         attnmux_platforms()
     assert fake.open == 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, Platform, SpecInput, load_plugins
+from attnmux.core import ForwardBatch, ForwardMode, Platform, Plugins, SpecInput
 from attnmux.testing import Candidate
 from attnmux.testing.cases.case import extend
 from attnmux.testing.run.runner import run_case
@@ -212,7 +212,7 @@ ANSWERS = {
 def test_an_engine_answers_from_parted_steps(parted):
     """Prompts run in chunks, of which later ones run beside the decoding of earlier prompts."""
     checkpoint = open_checkpoint(recall.PATH)
-    (offer,) = (one for one in load_plugins(("triton",), ()).offers() if one.card.name == "triton")
+    (offer,) = (one for one in Plugins.load(("triton",), ()).offers() if one.card.name == "triton")
     card = replace(offer.card, requires=(), factory="attnmux.triton.attention.factory:triton")
     options = RunnerOptions(
         max_batch_size=4, max_context_len=128, max_total_tokens=512, device="cpu", graph=False

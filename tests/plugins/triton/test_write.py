@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
-    FP8_DTYPES,
     InvalidInput,
     KVPool,
     LayerSpec,
@@ -156,7 +155,7 @@ def test_every_dtype(make, stored, dtype, num_tokens, k_scale, v_scale):
     assert_same(pool, expected)
 
 
-@pytest.mark.parametrize("stored", FP8_DTYPES)
+@pytest.mark.parametrize("stored", KVPool.FP8_DTYPES)
 def test_ties_and_the_whole_range(stored):
     """Between all neighbours of the format, and at its ends."""
     values = torch.arange(256, dtype=torch.uint8).view(stored).float()

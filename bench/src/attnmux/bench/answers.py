@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnmux.bench.steps import Step
-from attnmux.core import FP8_DTYPES, ForwardBatch, ForwardMode
+from attnmux.core import ForwardBatch, ForwardMode, KVPool
 from attnmux.testing import Errors, errors_between, reference
 
 MAX_ERROR: Mapping[torch.dtype, float] = {
@@ -27,7 +27,7 @@ HEADS = 4
 def max_error(step: Step, *, fp8_products: bool = False) -> float:
     """The largest relative error of a right answer. fp8_products: as on the card."""
     limit, stored = MAX_ERROR[step.q.dtype], step.pool.dtype
-    if fp8_products and stored in FP8_DTYPES:
+    if fp8_products and stored in KVPool.FP8_DTYPES:
         limit += torch.finfo(stored).eps / 2
     return limit
 

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from filelock import FileLock
 
-from attnmux.core import replacing
+from attnmux.core.plugin import Files
 from attnmux.core.verbs import Record, Records
 
 LOCK_SECONDS = 60
@@ -71,7 +71,7 @@ class RecordFile(Generic[R]):
             yield
 
     def _replace(self, data: object, *, set_aside: bool) -> None:
-        with replacing(self.path) as file:
+        with Files.replacing(self.path) as file:
             json.dump(data, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

@@ -15,7 +15,7 @@ from attnmux.bench.roofline import BEYOND, Ceilings, Cost, cost_of
 from attnmux.bench.subjects import AnyBackend, Subject, TimedStep, subject_of
 from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
-from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch, in_brief
+from attnmux.core import AttnmuxError, DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch
 from attnmux.core.plugin import Together
 from attnmux.testing import Errors
 
@@ -119,7 +119,10 @@ class Bench:
         except (RankFailed, RanksDiffer):
             raise
         except Exception as error:  # mostly memory; any failure belongs in the rows
-            return [_row(workload, each, "failed", why=in_brief(error)) for each in entrants]
+            return [
+                _row(workload, each, "failed", why=AttnmuxError.in_brief(error))
+                for each in entrants
+            ]
         prepared = {each.offer.address: self._prepare(subject, step, each) for each in entrants}
         ready = {name: made for name, made in prepared.items() if not isinstance(made, Row)}
         rows = [made for made in prepared.values() if isinstance(made, Row)]
@@ -176,7 +179,7 @@ class Bench:
         except (RankFailed, RanksDiffer):
             raise
         except Exception as failure:  # whatever a library, a compiler or a device raises
-            return _row(step.workload, entrant, "failed", why=in_brief(failure))
+            return _row(step.workload, entrant, "failed", why=AttnmuxError.in_brief(failure))
 
     def _run(
         self, subject: Subject[Any], step: TimedStep, entrant: Entrant

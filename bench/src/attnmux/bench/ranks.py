@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer, in_brief
+from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer
 from attnmux.core.plugin import Together, Trial
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class TogetherOnRanks(Together):
             failure = error
             backend = isinstance(error, BackendFailed)
             said["address"] = error.address if isinstance(error, BackendFailed) else ""
-            said["error"] = error.reason if backend else in_brief(error)  # type: ignore[attr-defined]  # of BackendFailed
+            said["error"] = error.reason if backend else AttnmuxError.in_brief(error)  # type: ignore[attr-defined]  # of BackendFailed
         found = _exchanged(self._group, said)
         failed = {rank: each for rank, each in enumerate(found) if "error" in each}
         if failure is not None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from attnmux.core.verbs import check_replaceable
+from attnmux.core.plugin import Files
 
 Cell = str | float | None
 
@@ -75,7 +75,7 @@ class Report:
         about: `facts`. title: what all figures have in common. Raises InvalidInput for a `path`
         that is no regular file."""
         if path is not None:
-            check_replaceable("--json", path)
+            Files.check_replaceable("--json", path)
         self.rows: list[Mapping[str, Any]] = []
         self._columns, self._about, self._path = columns, about, path
         # Text is literal: no markup, no colours for numbers

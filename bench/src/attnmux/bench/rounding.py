@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import Request, stored_parts, torch_dtype
-from attnmux.core.plugin import unpack_rows
+from attnmux.core import KVPool, Request, torch_dtype
 
 KEYS, QUERIES = 4096, 64
 
@@ -33,8 +32,8 @@ def rounding_error(request: Request, dtype: str) -> float:
 
 
 def _read_back(rows: torch.Tensor, dtype: str) -> torch.Tensor:
-    stored, *scales = stored_parts(rows, torch_dtype(dtype), None)
-    return unpack_rows(stored, *scales).double() if scales else stored.double()
+    stored, *scales = KVPool.stored_parts(rows, torch_dtype(dtype), None)
+    return KVPool.unpack_rows(stored, *scales).double() if scales else stored.double()
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from attnmux.bench.measuring import Row
 from attnmux.bench.recipe import Task, tasks
 from attnmux.bench.spot import Spot
 from attnmux.bench.workload import Workload
-from attnmux.core import InvalidInput, Offer, replacing
+from attnmux.core import InvalidInput, Offer
+from attnmux.core.plugin import Files
 from attnmux.core.verbs import Device, Figures, Shape, Shipped, Source
 
 
@@ -154,7 +155,7 @@ class Shipping:
             ),
         )
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.file) as out:
+        with Files.replacing(self.file) as out:
             out.write(as_text(shipped))
         self.file.chmod(0o644)
 

@@ -19,7 +19,7 @@ from attnmux.bench.measuring import Bench, Row
 from attnmux.bench.roofline import Ceilings
 from attnmux.bench.timing import graphs_of
 from attnmux.bench.workload import Workload
-from attnmux.core import InvalidInput, NoBackend, Offer, Platform, Policy, Request, in_brief
+from attnmux.core import AttnmuxError, InvalidInput, NoBackend, Offer, Platform, Policy, Request
 from attnmux.core.plugin import Prior
 
 NO_CEILINGS = Ceilings(read_gbs=1.0, matmul_tflops=1.0)
@@ -93,7 +93,7 @@ class Spot:
             for workload in steps.workloads if entrants else ():
                 quick.rows(workload, entrants)
         except Exception as error:  # whatever a library, a compiler or a device raises
-            return in_brief(error)
+            return AttnmuxError.in_brief(error)
         return ""
 
     def compiled(self, items: Sequence[T], jobs: int, end: float) -> Iterator[T]:

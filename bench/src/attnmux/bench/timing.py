@@ -12,12 +12,12 @@ import torch
 from torch.utils.benchmark import Timer
 
 from attnmux.core import (
+    AttnmuxError,
     DeviceGraphs,
     GraphUnsupported,
     InvalidInput,
     RankFailed,
     RanksDiffer,
-    in_brief,
 )
 from attnmux.core.plugin import CapturedGraph, GraphStep
 
@@ -74,7 +74,7 @@ def interleave(
             except Exception as error:
                 if not keep_going:
                     raise
-                failures[side] = in_brief(error)
+                failures[side] = AttnmuxError.in_brief(error)
                 continue
             if turn >= warm_up:
                 us[side].append(taken)

@@ -36,7 +36,7 @@ from attnmux.configs.values import (
     stated,
     values_of,
 )
-from attnmux.core import InvalidInput, canonical_dtype
+from attnmux.core import InvalidInput, Request
 
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
@@ -84,7 +84,7 @@ def read_model(
     if kv_dtype is None:
         scheme = kv_dtype = kv_scheme(stated(parts, "quantization_config"))
     if kv_dtype_skip is not None:
-        dtype = dtype or (own_dtype and canonical_dtype(own_dtype))
+        dtype = dtype or (own_dtype and Request.canonical_dtype(own_dtype))
         kept = partial(kept_layers, kv_dtype_skip, dtype=dtype, kv_dtype=kv_dtype)
     return {
         "linear_layers": linear_layers(types, values["model_type"]),

@@ -12,8 +12,8 @@ from attnmux.configs.gguf_files import gguf_file, read_gguf
 from attnmux.configs.kv_schemes import kv_scheme
 from attnmux.configs.values import parts_of, stated
 from attnmux.configs.weights import weights_dtype
-from attnmux.core import InvalidInput, Request, canonical_dtype
-from attnmux.core.plugin import read_file
+from attnmux.core import InvalidInput, Request
+from attnmux.core.plugin import Files
 
 MOST_BYTES = 2**24
 """The largest configuration that is read. Published ones have up to some 100 kB."""
@@ -48,7 +48,7 @@ def request_from_model(
     dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(Path(path))
     config = _with_quantisation(Path(path))
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
-    asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
+    asked = {name: Request.canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
         fields = read_model(
             config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights
@@ -85,7 +85,7 @@ def _with_quantisation(path: Path) -> dict[str, Any]:
 def _modelopt(folder: Path) -> dict[str, Any]:
     """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
     try:
-        said = json.loads(read_file(str(folder / "hf_quant_config.json"), MOST_BYTES))
+        said = json.loads(Files.read(str(folder / "hf_quant_config.json"), MOST_BYTES))
         return {"quantization_config": said["quantization"]}
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return {}
@@ -100,7 +100,7 @@ def load_config(path: Path) -> dict[str, Any]:
     try:
         is_folder = path.is_dir()
         file = path / "config.json" if is_folder else path
-        config = json.loads(read_file(str(file), MOST_BYTES))
+        config = json.loads(Files.read(str(file), MOST_BYTES))
     except FileNotFoundError:
         got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
         if (path / "adapter_config.json").is_file():

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from attnmux.core import (
+    AttnmuxError,
     CapturingRanks,
     ForwardBatch,
     GraphConfig,
@@ -16,7 +17,6 @@ from attnmux.core import (
     GraphUnsupported,
     RankFailed,
     RanksDiffer,
-    in_brief,
 )
 from attnmux.distributed.ranks import RankGroup
 
@@ -85,7 +85,7 @@ class RanksOfGraphs(CapturingRanks):
 
     def _tell(self, error: Exception) -> None:
         try:
-            self._meet("", failure=in_brief(error))
+            self._meet("", failure=AttnmuxError.in_brief(error))
         except _NoGraphs as told:
             raise told from error
         except RankFailed:  # the others wait for this one in the step's own collectives

@@ -17,7 +17,7 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
 )
-from attnmux.core.plugin import quantise, shared_kernel
+from attnmux.core.plugin import shared_kernel
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
 from attnmux.distributed.interleaved_step import RankStep, StepBuffers
@@ -307,7 +307,7 @@ class InterleavedAttnBackend(AttentionBackend):
 
     def _stored(self, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
         """K or V as the pool stores them, which may have rounded them."""
-        return quantise(rows, self._pool.dtype, scale)
+        return KVPool.quantise(rows, self._pool.dtype, scale)
 
     def _scaled(self, out: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
         """The result over V without the pool's scale, with it. That of K is in `unscaled`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import InvalidInput, check_at_least
+from attnmux.core import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Interleaving:
 
     def __post_init__(self) -> None:
         for name in ("size", "page_size", "interleave"):
-            check_at_least(1, name, getattr(self, name))
+            InvalidInput.check_at_least(1, name, getattr(self, name))
         if not 0 <= self.rank < self.size:
             raise InvalidInput("rank", got=self.rank, expected=f"0 to {self.size - 1}")
         if self.page_size % self.interleave:

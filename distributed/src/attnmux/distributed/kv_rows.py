@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import InvalidInput, KVPool, LayerSpec, scatter_rows
-from attnmux.core.plugin import gather_rows, quantise
+from attnmux.core import InvalidInput, KVPool, LayerSpec
 
 Stored = tuple[torch.Tensor, ...]
 """K [n, Hkv, D] and V [n, Hkv, Dv], or the one [n, 1, rank + rope] of MLA, in the pool's dtype."""
@@ -49,7 +48,7 @@ class KVRows:
             parts = parts[0][..., :rank], parts[0][..., rank:]
             scales = (self.layer.k_scale,) * 2
         for part, values, scale in zip(parts, (k, second), scales, strict=True):
-            part.copy_(quantise(values, self.pool.dtype, scale))
+            part.copy_(KVPool.quantise(values, self.pool.dtype, scale))
         return rows
 
     def split(self, rows: torch.Tensor) -> Stored:
@@ -64,13 +63,13 @@ class KVRows:
     def read(self, slots: torch.Tensor) -> Stored:
         """Copies of the values in slots [n] int64 of the request table."""
         slots = self.pool.translate(slots, self.layer.layer_id)
-        return tuple(gather_rows(buffer, slots) for buffer in self._buffers)
+        return tuple(KVPool.gather_rows(buffer, slots) for buffer in self._buffers)
 
     def write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write rows to slots [n] int64 of the request table. Does not synchronise."""
         slots = self.pool.translate(slots, self.layer.layer_id)
         for buffer, part in zip(self._buffers, self.split(rows), strict=True):
-            scatter_rows(buffer, slots, part)
+            KVPool.scatter_rows(buffer, slots, part)
 
     def values(self, stored: Stored, dtype: torch.dtype) -> Stored:
         """What the stored values stand for, in the dtype of Q."""

@@ -16,7 +16,6 @@ from attnmux.core import (
     InvalidInput,
     RanksDiffer,
     UpProjection,
-    check_at_least,
 )
 from attnmux.distributed.kv_rows import KVRows, Stored, check_new
 from attnmux.distributed.ranks import RankGroup
@@ -123,8 +122,8 @@ class PrefillParallelBackend(DispatchingBackend):
         """
         super().__init__(inner.context, (inner,))
         self.chunks_at_once = group.size if chunks_at_once is None else chunks_at_once
-        check_at_least(1, "chunks_at_once", self.chunks_at_once)
-        check_at_least(1, "chunk_bytes", chunk_bytes)
+        InvalidInput.check_at_least(1, "chunks_at_once", self.chunks_at_once)
+        InvalidInput.check_at_least(1, "chunk_bytes", chunk_bytes)
         layers = [layer for layer in inner.context.layers if layer.is_mergeable]
         pool = inner.context.token_to_kv_pool
         pool.check_whole_bytes("prompts that ranks split")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from attnmux.core import InvalidInput, RankFailed, in_brief
+from attnmux.core import AttnmuxError, InvalidInput, RankFailed
 
 SECONDS = 60.0
 """How long a rank waits for the others by default."""
@@ -264,4 +264,4 @@ def _explained(what: str, seconds: float, call: Callable[[], T]) -> T:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, EOFError) as error:  # gloo raises a bare RuntimeError, pickle EOFError
-        raise RankFailed(what, reason=in_brief(error), seconds=seconds) from error
+        raise RankFailed(what, reason=AttnmuxError.in_brief(error), seconds=seconds) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from attnmux.core import Offer, RanksDiffer, TunedLaunch, installed
+from attnmux.core import Offer, Plugins, RanksDiffer, TunedLaunch
 from attnmux.distributed.ranks import RankGroup
 
 
@@ -19,7 +19,7 @@ def check_same_libraries(
     compared = {"attnmux-core", *names}
     for offer in offers:
         compared |= {offer.distribution, *offer.card.libraries()}
-    said = group.exchange(installed(compared))
+    said = group.exchange(Plugins.installed(compared))
     every = sorted({name for each in said for name in each})
     differing = [
         name for name in every if any(each.get(name) != said[0].get(name) for each in said)

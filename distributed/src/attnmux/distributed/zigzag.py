@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, check_at_least
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 
 SPLIT_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 """Modes of steps that can be split."""
@@ -130,7 +130,7 @@ def spans(starts: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
 
 
 def _check(batch: ForwardBatch, rank: int, size: int) -> None:
-    check_at_least(1, "size", size)
+    InvalidInput.check_at_least(1, "size", size)
     if not 0 <= rank < size:
         raise InvalidInput("rank", got=rank, expected=f"0 to {size - 1}")
     if batch.forward_mode not in SPLIT_MODES:

@@ -20,7 +20,6 @@ from attnmux.core.plugin import (
     KernelLibrary,
     PlainConvolutions,
     StatePool,
-    imported,
     one_of,
 )
 from attnmux.cpu import FlexAttentionBackend
@@ -187,22 +186,22 @@ def without_features(card: BackendCard, lacks: frozenset[str]) -> BackendCard:
 
 FA3_OF_VLLM = fa3_of_vllm(VllmFA3.fwd, VllmFA3.get_scheduler_metadata)
 FA3_OF_FLASH_ATTN = fa3_of_flash_attn(FlashAttn3.fwd, FlashAttn3.get_scheduler_metadata)
-SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
-WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
+SGL_FLASH_ATTN = KernelLibrary.imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
+WRAPPERS = KernelLibrary.imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
 LATENT_WRAPPERS = from_flashinfer(flashinfer_emulator)
-GENERATED = imported(
+GENERATED = KernelLibrary.imported(
     TRTLLMMHAKernels,
     f"{NVIDIA}.flashinfer.trtllm_decode",
     f"{NVIDIA}.flashinfer.trtllm_prefill",
 )
-GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
-ASSEMBLED = imported(AiterMLAKernels, "attnmux.emulators.amd.aiter_mla")
-CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
+GENERATED_LATENT = KernelLibrary.imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
+ASSEMBLED = KernelLibrary.imported(AiterMLAKernels, "attnmux.emulators.amd.aiter_mla")
+CUTLASS = KernelLibrary.imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
 CUTLASS_OF_VLLM = cutlass_of_vllm(
     VllmOperators.sm100_cutlass_mla_decode, VllmOperators.sm100_cutlass_mla_get_workspace_size
 )
-RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
-CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
+RECURRENCE = KernelLibrary.imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
+CONVOLUTIONS = KernelLibrary.imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
     recurrence=RECURRENCE,
     convolutions=lambda context: CausalConvolutions(StatePool.of(context), CONVOLUTIONS),

@@ -15,14 +15,14 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
+    KVPool,
     LayerSpec,
     Request,
     TunedLaunch,
     UpProjection,
-    check_at_least,
     make_backend,
 )
-from attnmux.core.plugin import MakeBackend, OptionValue, gather_rows
+from attnmux.core.plugin import MakeBackend, OptionValue
 from attnmux.parts.crossing import crossing_by_operations
 from attnmux.parts.key_parts import KeyPart
 from attnmux.parts.part_attention import PartAttention
@@ -64,7 +64,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         """
         super().__init__(absorbed.context, (absorbed,))
         layers, pool = self.context.layers, self.context.token_to_kv_pool
-        check_at_least(1, "chunk_bytes", chunk_bytes)
+        InvalidInput.check_at_least(1, "chunk_bytes", chunk_bytes)
         self.absorbed = absorbed
         self.expanded = tuple(expanded)
         self._parts = PartAttention[torch.Tensor](expanded, layers, pool)
@@ -126,7 +126,9 @@ class ChunkedPrefixBackend(DispatchingBackend):
         """
         pool, workspace = self.context.token_to_kv_pool, self.context.workspace
         buffer = pool.get_key_buffer(layer.layer_id)
-        rows = gather_rows(buffer, pool.translate(slots, layer.layer_id)).squeeze(1).to(dtype)
+        rows = (
+            KVPool.gather_rows(buffer, pool.translate(slots, layer.layer_id)).squeeze(1).to(dtype)
+        )
         scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         if scale != 1.0:
             rows = rows * scale

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core import KVPool, LayerSpec
-from attnmux.core.plugin import gather_rows
 from attnmux.parts.part_attention import merge_into
 
 
@@ -144,8 +143,8 @@ def attend_to_drafts(
     seen_out = torch.where(has_prefix.unsqueeze(2), seen.out, 0)
     if q_rope is not None:
         q = torch.cat((q, q_rope), -1)
-    k = gather_rows(keys.k, keys.slots).float() * keys.k_scale
-    v = gather_rows(keys.v, keys.slots).float() * keys.v_scale
+    k = KVPool.gather_rows(keys.k, keys.slots).float() * keys.k_scale
+    v = KVPool.gather_rows(keys.v, keys.slots).float() * keys.v_scale
     prefixes, prefixes_lse = (
         SeenPrefixes.as_tokens(each, groups, width, drafts) for each in (seen_out, seen_lse)
     )

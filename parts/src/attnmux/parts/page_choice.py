@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from attnmux.core import KVPool, allocate_zeroed
+from attnmux.core import KVPool
 
 KVBuffers = tuple[torch.Tensor, torch.Tensor]
 """K [slots, Hkv, D] and V [slots, Hkv, Dv] of a pool without gaps."""
@@ -170,7 +170,7 @@ class PageBounds:
         pages = pool.num_slots // pool.page_size
         shapes = [(pages, *pool.get_key_buffer(each).shape[1:]) for each in layer_ids]
         what = f"bounds of {pages} pages in {len(shapes)} layers"
-        buffers = allocate_zeroed(
+        buffers = KVPool.allocate_zeroed(
             shapes * 2,
             dtype=pool.dtype,
             device=pool.device,

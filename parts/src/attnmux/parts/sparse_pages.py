@@ -23,9 +23,9 @@ from attnmux.core import (
     ForwardBatch,
     GraphUnsupported,
     InvalidInput,
+    KVPool,
     LayerSpec,
     ReqToTokenPool,
-    allocate_zeroed,
 )
 from attnmux.core.plugin import (
     CompositeBackend,
@@ -65,7 +65,7 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     table.req_to_token[1:] = slots.view(size, width)
     layer, tokens = context.layers[0], size * width
     shape = (tokens + page_size, layer.tp_k_head_num)
-    copies = allocate_zeroed(
+    copies = KVPool.allocate_zeroed(
         [(*shape, layer.qk_head_dim), (*shape, layer.v_head_dim)],
         dtype=pool.dtype,
         device=pool.device,

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from attnmux.core import InvalidInput, LinearLayerSpec, allocate_zeroed, check_at_least
+from attnmux.core import InvalidInput, KVPool, LinearLayerSpec
 from attnmux.core.plugin import StatePool, check_device, check_vector
 
 Key = TypeVar("Key", bound=Hashable)
@@ -42,9 +42,9 @@ class LinearStatePool(StatePool):
         Raises InvalidInput for a size below 1, fewer kept states or draft tokens than 0 and two
         layers with one id, and PoolExhausted when memory does not suffice.
         """
-        check_at_least(1, "size", size)
+        InvalidInput.check_at_least(1, "size", size)
         for name, value in (("kept_size", kept_size), ("draft_tokens", draft_tokens)):
-            check_at_least(0, name, value)
+            InvalidInput.check_at_least(0, name, value)
         ids = [layer.layer_id for layer in layers]
         if len(set(ids)) != len(ids):
             raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")
@@ -99,7 +99,7 @@ class LinearStatePool(StatePool):
         views: dict[Key, torch.Tensor] = {}
         stacks = []
         for shape, keys in alike.items():
-            (stack,) = allocate_zeroed(
+            (stack,) = KVPool.allocate_zeroed(
                 [(len(keys), *shape)], dtype=dtype, device=self.device, what=what, hint=hint
             )
             views |= dict(zip(keys, stack.unbind(), strict=True))

@@ -14,15 +14,8 @@ from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
-from attnmux.core.verbs import (
-    ASSUME,
-    FiniteRange,
-    Run,
-    check_replaceable,
-    common_options,
-    pass_run,
-    writing,
-)
+from attnmux.core.plugin import Files
+from attnmux.core.verbs import ASSUME, FiniteRange, Run, common_options, pass_run, writing
 
 if TYPE_CHECKING:
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -207,4 +200,4 @@ def _check_page(file: Path) -> None:
     if missing := [name for name in PAGE_NEEDS if importlib.util.find_spec(name) is None]:
         expected = f"{' and '.join(PAGE_NEEDS)}: pip install 'attnmux-bench[html]'"
         raise InvalidInput("--html", got=f"no {' and no '.join(missing)}", expected=expected)
-    check_replaceable("--html", file)
+    Files.check_replaceable("--html", file)

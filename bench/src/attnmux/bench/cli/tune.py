@@ -29,7 +29,6 @@ from attnmux.core import (
     Settings,
     SettingsError,
     TunedLaunch,
-    in_brief,
     solve,
 )
 from attnmux.core.plugin import Job, Trial
@@ -339,5 +338,7 @@ def _trials(offer: Offer, job: Job) -> tuple[Trial, ...]:
     except AttnmuxError:
         raise
     except (Exception, SystemExit) as error:  # whatever a library or a device raises
-        raise BackendFailed(offer.address, f"{offer.card.tuner}: {in_brief(error)}") from error
+        raise BackendFailed(
+            offer.address, f"{offer.card.tuner}: {AttnmuxError.in_brief(error)}"
+        ) from error
     return trials

@@ -22,13 +22,7 @@ from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.steps import NO_OPTIONS, StepBackend, prepared
-from attnmux.core.facts.errors import (
-    AttnmuxError,
-    BackendFailed,
-    GraphUnsupported,
-    InvalidInput,
-    in_brief,
-)
+from attnmux.core.facts.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 
 K = TypeVar("K")
 """The kernels: a dataclass whose fields are functions of the library."""
@@ -140,6 +134,15 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
             return call.empty_result()
         return self.attend(call, layer, step, batch)
 
+    @staticmethod
+    def filled(tensors: T | None) -> T:
+        """What `fill_step` has made. Raises AttnmuxError before it ran."""
+        if tensors is None:
+            raise AttnmuxError(
+                "the step is planned but not filled: call init_forward_metadata(batch)"
+            )
+        return tensors
+
     def _room_for(self, batch: ForwardBatch) -> B:
         if batch.batch_size > self._max_bs or batch.num_tokens > self._max_num_tokens:
             raise GraphUnsupported(
@@ -148,13 +151,6 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
                 "init_cuda_graph_state with the largest first"
             )
         return self._buffers[-1]
-
-
-def filled(tensors: T | None) -> T:
-    """What `fill_step` has made. Raises AttnmuxError before it ran."""
-    if tensors is None:
-        raise AttnmuxError("the step is planned but not filled: call init_forward_metadata(batch)")
-    return tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -184,10 +180,10 @@ class KernelLibrary(Generic[K, A]):
             try:
                 kernels = provide()
             except (ImportError, OSError, AttributeError) as error:  # the last: another version
-                reasons.append(f"{package}: {in_brief(error)}")
+                reasons.append(f"{package}: {AttnmuxError.in_brief(error)}")
                 continue
             try:
-                with trying(self.address, context.device, hint=self.hint):
+                with self.trying(self.address, context.device, hint=self.hint):
                     backend = self.backend(context, options, kernels)
                     self.trial(backend)
             except BackendFailed as error:
@@ -196,37 +192,37 @@ class KernelLibrary(Generic[K, A]):
             return backend
         raise BackendFailed(self.address, "; ".join(reasons), hint=self.hint)
 
+    @staticmethod
+    def imported(kernels: Callable[..., K], *modules: str) -> K:
+        """The kernels dataclass, each field from the first of the modules that has that name.
+        Fields with a default keep it.
 
-def imported(kernels: Callable[..., K], *modules: str) -> K:
-    """The kernels dataclass, each field from the first of the modules that has that name. Fields
-    with a default keep it.
+        Raises ImportError where a module is missing, AttributeError where a function is.
+        """
+        loaded = [import_module(module) for module in modules]
 
-    Raises ImportError where a module is missing, AttributeError where a function is.
-    """
-    loaded = [import_module(module) for module in modules]
+        def find(name: str) -> Any:  # noqa: ANN401  # a function of the library
+            for module in loaded:
+                if hasattr(module, name):
+                    return getattr(module, name)
+            raise AttributeError(f"{' and '.join(modules)} have no {name!r}")
 
-    def find(name: str) -> Any:  # noqa: ANN401  # a function of the library
-        for module in loaded:
-            if hasattr(module, name):
-                return getattr(module, name)
-        raise AttributeError(f"{' and '.join(modules)} have no {name!r}")
+        functions = [field.name for field in fields(kernels) if field.default is MISSING]  # type: ignore[arg-type]  # a dataclass
+        return kernels(**{name: find(name) for name in functions})
 
-    functions = [field.name for field in fields(kernels) if field.default is MISSING]  # type: ignore[arg-type]  # a dataclass
-    return kernels(**{name: find(name) for name in functions})
+    @staticmethod
+    @contextmanager
+    def trying(address: str, device: torch.device, *, hint: str = "") -> Iterator[None]:
+        """Turn whatever a library or its compiler raises into BackendFailed. Synchronises on exit.
 
-
-@contextmanager
-def trying(address: str, device: torch.device, *, hint: str = "") -> Iterator[None]:
-    """Turn whatever a library or its compiler raises into BackendFailed. Synchronises on exit.
-
-    Errors of attnmux and a full device pass through.
-    """
-    try:
-        yield
-        # Launches report their errors later, on every accelerator.
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-    except (AttnmuxError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise BackendFailed(address, in_brief(error), hint=hint) from error
+        Errors of attnmux and a full device pass through.
+        """
+        try:
+            yield
+            # Launches report their errors later, on every accelerator.
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        except (AttnmuxError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise BackendFailed(address, AttnmuxError.in_brief(error), hint=hint) from error

@@ -29,9 +29,9 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from attnmux.core.adapters.library import trying
+from attnmux.core.adapters.library import KernelLibrary
 from attnmux.core.contract.context import BackendContext
-from attnmux.core.facts.errors import BackendFailed, in_brief
+from attnmux.core.facts.errors import AttnmuxError, BackendFailed
 from attnmux.core.find.plugins import admitted_points
 
 GROUP = "attnmux.kernels"
@@ -57,10 +57,10 @@ def shared_kernel(name: str, context: BackendContext) -> Any:  # noqa: ANN401  #
     except ModuleNotFoundError:
         return None
     except Exception as error:  # a plugin's module may raise anything
-        _warn(wanted, f"{owner}: {in_brief(error)}")
+        _warn(wanted, f"{owner}: {AttnmuxError.in_brief(error)}")
         return None
     try:
-        with trying(owner, context.device):
+        with KernelLibrary.trying(owner, context.device):
             return factory(context)
     except BackendFailed as error:
         _warn(wanted, str(error))

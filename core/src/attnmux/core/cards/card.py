@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Annotated, Any
 
 from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.cards.figures import Figures
 from attnmux.core.cards.proof import ErrorBound, Verified
-from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
+from attnmux.core.facts.checks import refusal
+from attnmux.core.facts.fields import Check, read_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
 from attnmux.core.facts.libraries import (
     Libraries,
@@ -40,6 +41,24 @@ NAME_EXPECTED = "letters, digits, _ and -"
 """Of a backend or an option, so that `plugin/name` and `BACKEND.OPTION=VALUE` can be parsed."""
 
 
+def _check_alternatives(name: str, alternatives: tuple[str, ...]) -> None:
+    if not alternatives:
+        raise refusal(name, (), "at least one alternative")
+    for text in alternatives:
+        try:
+            parsed_requirement(text)
+        except (ValueError, TypeError):
+            raise refusal(name, text, "a PEP 508 requirement") from None
+
+
+def _read_requires(name: str, value: Any) -> tuple[str | tuple[str, ...], ...]:  # noqa: ANN401  # as above
+    if not isinstance(value, tuple) or not all(isinstance(each, (str, tuple)) for each in value):
+        raise refusal(name, value, "a tuple of str or tuple")
+    for each in value:
+        _check_alternatives(name, (each,) if isinstance(each, str) else each)
+    return value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior(Plain):
     """How well a backend is expected to do before any measurement. Lower ranks win. From
@@ -52,18 +71,20 @@ class Prior(Plain):
     """From this rank on, a backend is portable: it serves where nothing made for the hardware
     does."""
 
-    rank: int
-    when: Clause = ALWAYS
+    rank: Annotated[
+        int, Check(f"an integer of at most {LARGEST}", lambda rank: abs(rank) <= LARGEST)
+    ]
+    when: Annotated[Clause, Check("a clause, such as when(…)")] = ALWAYS
     source: str
     """Where the expectation comes from."""
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or abs(self.rank) > LARGEST:
-            raise refusal("prior, rank", self.rank, f"an integer of at most {LARGEST}")
-        if not isinstance(self.source, str):
-            raise refusal("prior, source", self.source, "text")
-        if not isinstance(self.when, Clause):
-            raise refusal("prior, when", self.when, "a clause, such as when(…)")
+        read_fields(self, "prior")
+
+
+def _as_given(name: str, value: Any) -> Any:  # noqa: ANN401  # any value
+    """A value of an option, whose own type is checked."""
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,23 +96,22 @@ class Option(Plain):
     """
 
     name: str
-    type: type[bool] | type[int] | type[float] | type[str]
-    default: OptionValue
-    choices: tuple[OptionValue, ...] = ()
+    type: Annotated[
+        type[bool] | type[int] | type[float] | type[str], Check("bool, int, float or str")
+    ]
+    default: Annotated[OptionValue, _as_given]
+    choices: Annotated[tuple[OptionValue, ...], _as_given] = ()
     """Empty: any value of the type within the bounds."""
-    least: float | None = None
+    least: Annotated[float | None, _as_given] = None
     """The smallest number that it takes; None: any."""
-    most: float | None = None
+    most: Annotated[float | None, _as_given] = None
     """The largest number that it takes; None: any."""
     summary: str = ""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(NAME, self.name):
+        if not re.fullmatch(NAME, str(self.name)):
             raise refusal("option, name", self.name, NAME_EXPECTED)
-        if not isinstance(self.summary, str):
-            raise refusal(f"option {self.name!r}, summary", self.summary, "text")
-        if self.type not in get_args(OptionValue):
-            raise refusal(f"option {self.name!r}, type", self.type, "bool, int, float or str")
+        read_fields(self, f"option {self.name!r}")
         bounds = [bound for bound in (self.least, self.most) if bound is not None]
         if bounds and self.type not in (int, float):
             expected = f"none, since its type is {self.type.__name__}"
@@ -143,10 +163,9 @@ class Build(Plain):
     """PEP 508 requirements, all needed besides the card's."""
 
     def __post_init__(self) -> None:
-        texts = dict.fromkeys(("features", "arch", "requires"), tuple_of(str))
-        check_fields("build", self, {"name": TEXT, **texts})
+        read_fields(self, "build")
         if self.requires:
-            _check_requirement("build, requires", self.requires)
+            _check_alternatives("build, requires", self.requires)
 
     def serves(self, platform: Platform, libraries: Libraries = installed_version) -> bool:
         """Whether the device and the libraries are those that it needs."""
@@ -174,39 +193,20 @@ class Caveat(Plain):
     """The architectures that it holds for, as `Platform.arch`. Empty: all."""
 
     def __post_init__(self) -> None:
-        checks = {"text": TEXT, "unless": tuple_of(str), "arch": tuple_of(str)}
-        check_fields("caveat", self, checks)
-        _check_requirement("caveat, unless", self.unless)
+        read_fields(self, "caveat")
+        _check_alternatives("caveat, unless", self.unless)
 
 
-def _is_reference(value: object) -> bool:
-    return isinstance(value, str) and value.count(":") == 1
+def _sources(name: str, value: Any) -> Mapping[str, str]:  # noqa: ANN401  # reads any value
+    if not isinstance(value, Mapping):
+        raise refusal(name, value, "a mapping from axes to text")
+    for axis, source in value.items():
+        if axis not in Clause.__slots__ or not isinstance(source, str):
+            raise refusal(name, f"{axis}: {source}", "axes of a clause, with text")
+    return FrozenMapping(value)
 
 
-CHECKS: Mapping[str, Check] = {
-    **dict.fromkeys(("name", "summary", "contract", "extra"), TEXT),
-    "clauses": Check(
-        f"a tuple of Clause, at most {MOST_CLAUSES}",
-        lambda value: tuple_of(Clause).holds(value) and len(value) <= MOST_CLAUSES,
-    ),
-    "aliases": tuple_of(str),
-    "requires": tuple_of(str, tuple),
-    "options": tuple_of(Option),
-    "priors": tuple_of(Prior),
-    "builds": tuple_of(Build),
-    "caveats": tuple_of(Caveat),
-    "companions": tuple_of(str),
-    "excludes": tuple_of(str),
-    "error_bounds": tuple_of(ErrorBound),
-    "verified_on": tuple_of(Verified),
-    "factory": Check('"module:attribute"', _is_reference),
-    "tuner": Check('"module:attribute"', lambda value: value is None or _is_reference(value)),
-    "tree_masks": Check(
-        f"a tuple of one or more of {', '.join(TREE_MASKS)}",
-        lambda value: tuple_of(str).holds(value) and bool(value) and set(value) <= {*TREE_MASKS},
-    ),
-    "sources": Check("a mapping from axes to text", lambda value: isinstance(value, Mapping)),
-}
+Reference = Annotated[str, Check('"module:attribute"', lambda text: text.count(":") == 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,21 +218,27 @@ class BackendCard(Plain):
     parsed, a factory or tuner that is not "module:attribute", and a source of an unknown axis.
     """
 
+    TREE_MASKS = TREE_MASKS
+    """All forms of a draft tree's mask, for a backend that reads each of them."""
+
     name: str
     summary: str
-    clauses: tuple[Clause, ...]
+    clauses: Annotated[
+        tuple[Clause, ...],
+        Check(f"a tuple of Clause, at most {MOST_CLAUSES}", lambda some: len(some) <= MOST_CLAUSES),
+    ]
     """The backend serves a request that any one of them admits."""
-    sources: Mapping[str, str] = UNSOURCED
+    sources: Annotated[Mapping[str, str], _sources] = UNSOURCED
     """Where the limits come from, by axis: a header, a check, a release note, a measurement."""
     aliases: tuple[str, ...] = ()
     """Other names that a user may give; an alias of several cards means the one that fits."""
-    factory: str
+    factory: Reference
     """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
-    tuner: str | None = None
+    tuner: Annotated[Reference | None, Check('"module:attribute"')] = None
     """"module:attribute", a tuner that tries the backend's launches (see `Job`); None: it has
     none."""
     contract: str = ">=1,<2"
-    requires: tuple[str | tuple[str, ...], ...] = ()
+    requires: Annotated[tuple[str | tuple[str, ...], ...], _read_requires] = ()
     """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""
     extra: str = ""
     """The extra of the plugin's distribution that installs `requires`."""
@@ -249,7 +255,9 @@ class BackendCard(Plain):
     extend, nor extend where it serves decode. An unknown name excludes nothing."""
     needs_cpu_seq_lens: bool = False
     """Whether the batch must carry `seq_lens_cpu`."""
-    tree_masks: tuple[TreeMask, ...] = ("full",)
+    tree_masks: Annotated[
+        tuple[TreeMask, ...], Check(f"a tuple of one or more of {', '.join(TREE_MASKS)}", bool)
+    ] = ("full",)
     """The forms of a draft tree's mask that the backend reads. A step whose mask has another form
     comes with the first of them instead."""
     virtual_requests: bool = False
@@ -266,7 +274,7 @@ class BackendCard(Plain):
 
     def __post_init__(self) -> None:
         owner = f"card {self.name!r}"
-        check_fields(owner, self, CHECKS)
+        read_fields(self, owner)
         for name in (self.name, *self.aliases):
             if not re.fullmatch(NAME, name):
                 raise refusal(f"{owner}, name", name, NAME_EXPECTED)
@@ -275,16 +283,9 @@ class BackendCard(Plain):
         except ValueError:
             expected = "a range such as >=1,<2"
             raise refusal(f"{owner}, contract", self.contract, expected) from None
-        for alternatives in self.requirements():
-            _check_requirement(f"{owner}, requires", alternatives)
         options = [option.name for option in self.options]
         if len(set(options)) < len(options):
             raise refusal(f"{owner}, options", options, "each name once")
-        for axis, source in self.sources.items():
-            if axis not in Clause.__slots__ or not isinstance(source, str):
-                expected = "axes of a clause, with text"
-                raise refusal(f"{owner}, sources", f"{axis}: {source}", expected)
-        object.__setattr__(self, "sources", FrozenMapping(self.sources))
 
     def to_dict(self) -> dict[str, Any]:
         return {**plain_fields(self), "requires": plain(self.requirements())}
@@ -310,16 +311,6 @@ class BackendCard(Plain):
     def complete(self, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
         """Every option of the card: as given, else its default."""
         return FrozenMapping({option.name: option.default for option in self.options} | dict(given))
-
-
-def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
-    if not alternatives:
-        raise refusal(argument, (), "at least one alternative")
-    for text in alternatives:
-        try:
-            parsed_requirement(text)
-        except (ValueError, TypeError):
-            raise refusal(argument, text, "a PEP 508 requirement") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

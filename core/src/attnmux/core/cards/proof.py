@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from attnmux.core.cards.clause import Clause
 from attnmux.core.cards.conditions import ANY, Condition
-from attnmux.core.facts.checks import (
-    NAME,
-    TEXT,
-    Check,
-    check_fields,
-    refusal,
-    several,
-    whole,
-)
+from attnmux.core.facts.checks import refusal
+from attnmux.core.facts.fields import Check, Name, Positive, Whole, read_fields
 from attnmux.core.facts.frozen import Plain, plain_fields
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.vendors import VENDORS
 
 PLATFORM = r"[^:,\s]+:[^:,\s]+"
-
-RUN: Mapping[str, Check] = {
-    **dict.fromkeys(("on", "platform", "date"), TEXT),
-    **dict.fromkeys(
-        ("interpreted", "compiled"), Check("true or false", lambda value: isinstance(value, bool))
-    ),
-    "cases": whole(0),
-    "libraries": several('a tuple of text, such as ("torch 2.11",)', tuple, str),
-    "phases": several('a tuple of phases, such as ("extend", "decode")', tuple, str),
-    "kinds": several('a tuple of kinds of layers, such as ("mha", "mla")', tuple, str),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +39,23 @@ class Verified(Plain):
     emulator ran in their place."""
     compiled: bool = False
     """Whether the kernels compiled for the platform and fit its shared memory, and nothing ran."""
-    libraries: tuple[str, ...]
+    libraries: Annotated[tuple[str, ...], Check('a tuple of text, such as ("torch 2.11",)')]
     """With their versions; for an emulator, also the one whose signatures it was compared with."""
     date: str
     """The day of the run, as 2026-11-21."""
-    cases: int = 0
+    cases: Whole = 0
     """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
-    phases: tuple[str, ...] = ()
+    phases: Annotated[
+        tuple[str, ...], Check('a tuple of phases, such as ("extend", "decode")')
+    ] = ()
     """The phases that ran, where the card has got others since; empty for all of the card."""
-    kinds: tuple[str, ...] = ()
+    kinds: Annotated[
+        tuple[str, ...], Check('a tuple of kinds of layers, such as ("mha", "mla")')
+    ] = ()
     """The kinds of layers that ran, in the same way."""
 
     def __post_init__(self) -> None:
-        check_fields("verified", self, RUN)
+        read_fields(self, "verified")
         if not self.on.strip():
             raise refusal("verified, on", self.on, "the name of a device or an emulator")
         if self.platform and not re.fullmatch(PLATFORM, self.platform):
@@ -108,17 +94,6 @@ class Verified(Plain):
         return {**plain_fields(self), "emulated": self.emulated}
 
 
-BOUND: Mapping[str, Check] = {
-    "max_error": Check(
-        "a number of roundings, more than 0",
-        lambda value: type(value) in (int, float) and 0 < value < float("inf"),
-    ),
-    "keys": whole(1),
-    "kv_dtype": Check("a condition", lambda value: isinstance(value, Condition)),
-    "source": NAME,
-}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorBound(Plain):
     """The largest error of one query and head, up to a number of keys.
@@ -127,15 +102,17 @@ class ErrorBound(Plain):
     another type, and for an error, keys or a source that are 0 or empty.
     """
 
-    max_error: float
-    keys: int
+    max_error: Annotated[
+        float, Check("a number of roundings, more than 0", lambda error: 0 < error < float("inf"))
+    ]
+    keys: Positive
     """The longest context that was tried."""
-    kv_dtype: Condition = ANY
-    source: str
+    kv_dtype: Annotated[Condition, Check("a condition")] = ANY
+    source: Name
     """The test or the analysis that found the bound."""
 
     def __post_init__(self) -> None:
-        check_fields("error bound", self, BOUND)
+        read_fields(self, "error bound")
 
     def __str__(self) -> str:
         return f"{self.max_error:g} up to {self.keys:,} keys"

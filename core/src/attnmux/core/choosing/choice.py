@@ -8,17 +8,21 @@ from typing import Any
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.checking import Accuracy, check
-from attnmux.core.facts.frozen import FrozenMapping, Plain
+from attnmux.core.facts.fields import read_fields
+from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.libraries import Libraries
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.reading import Fact
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue, TreeMask
 from attnmux.core.facts.verdicts import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice(Plain):
+class Choice(Fact):
     """The backend that serves a phase, with everything needed to build it."""
+
+    noun = "choice"
 
     backend: str
     plugin: str
@@ -34,6 +38,9 @@ class Choice(Plain):
     origin: str = ""
     """Who named the backend: user, env or config; empty for an automatic choice."""
 
+    def __post_init__(self) -> None:
+        read_fields(self, self.noun)
+
     @property
     def address(self) -> str:
         """`plugin/name`."""
@@ -47,17 +54,12 @@ class Choice(Plain):
         """The part that the decision's hash covers: all but the origin."""
         return {name: value for name, value in self.to_dict().items() if name != "origin"}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Choice:
-        changed: dict[str, Any] = {"options": FrozenMapping(data["options"])}
-        if "tree_masks" in data:
-            changed["tree_masks"] = tuple(data["tree_masks"])
-        return cls(**{**data, **changed})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SizeRange(Plain):
+class SizeRange(Fact):
     """Batch sizes whose decode steps another backend serves than the phase's own."""
+
+    noun = "sizes"
 
     least: int
     most: int | None
@@ -67,14 +69,13 @@ class SizeRange(Plain):
     """The smallest share of the time of the phase's backend that it saves at a measured size:
     0.05 is 5 %."""
 
+    def __post_init__(self) -> None:
+        read_fields(self, self.noun)
+
     def __str__(self) -> str:
         if self.most is None:
             return f"{self.least} and more"
         return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SizeRange:
-        return cls(**{**data, "choice": Choice.from_dict(data["choice"])})
 
 
 def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") -> Choice:

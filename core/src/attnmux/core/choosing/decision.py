@@ -16,9 +16,11 @@ from attnmux.core.choosing.parts import DISPENSABLE, Parts, absence, demanded, i
 from attnmux.core.choosing.summary import summary
 from attnmux.core.facts.derived import group_requests
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.fields import read_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain_fields
 from attnmux.core.facts.libraries import Libraries, installed_version
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.reading import read_fact
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import LayerGroup
 from attnmux.core.facts.verdicts import Coercion, Verdict
@@ -55,6 +57,9 @@ class Decision(Plain):
     is_checked: bool = field(default=False, repr=False, compare=False)
     """Whether this process decided it or has checked it. Text can name any code as a factory, so a
     decision that was read from text is unchecked, whatever the text says."""
+
+    def __post_init__(self) -> None:
+        read_fields(self, "decision")
 
     @classmethod
     def of_groups(
@@ -240,9 +245,9 @@ class Decision(Plain):
             decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
             parts=FrozenMapping({part: _served(asks) for part, asks in data["parts"].items()}),
             others=tuple(map(cls._read, data["others"])),
-            coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+            coercions=tuple(read_fact(Coercion, each) for each in data["coercions"]),
             notes=tuple(data["notes"]),
-            candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+            candidates=tuple(read_fact(Verdict, each) for each in data["candidates"]),
         )
         if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"

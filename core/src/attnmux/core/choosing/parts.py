@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 from types import MappingProxyType
 
 from attnmux.core.choosing.part import Part
-from attnmux.core.facts.errors import PluginError, in_brief
+from attnmux.core.facts.errors import AttnmuxError
 from attnmux.core.facts.libraries import entry_points, identity
 from attnmux.core.facts.request import Request
 from attnmux.core.find.plugins import is_admitted
@@ -50,7 +50,7 @@ def demanded(request: Request) -> tuple[str, ...]:
 def installed_part(name: str) -> Part | None:
     """The part of that name of the installed packages that the configuration admits.
 
-    It is looked for once for each `sys.path`, and imported on first use. Raises PluginError for a
+    It is looked for once for each `sys.path`, and imported on first use. Raises AttnmuxError for a
     part that cannot be imported, something else in its place, and a name that two packages use;
     SettingsError as `Settings.load` does.
     """
@@ -69,7 +69,7 @@ def _found(name: str, path: tuple[str, ...]) -> Part | None:
     admitted = {owner: point for owner, point in owners.items() if is_admitted(owner, allow, deny)}
     if len(admitted) > 1:
         both = " and ".join(sorted(admitted))
-        raise PluginError(f"the part {name} belongs to {both}: deny one (deny_plugins)")
+        raise AttnmuxError(f"the part {name} belongs to {both}: deny one (deny_plugins)")
     return next(map(_loaded, admitted.values()), None)
 
 
@@ -77,9 +77,11 @@ def _loaded(point: EntryPoint) -> Part:
     try:
         part: object = point.load()
     except Exception as error:  # a plugin's module may raise anything
-        raise PluginError(f"the part {point.name} cannot be imported: {in_brief(error)}") from error
+        raise AttnmuxError(
+            f"the part {point.name} cannot be imported: {AttnmuxError.in_brief(error)}"
+        ) from error
     if not isinstance(part, Part):
-        raise PluginError(f"{point.value} is no Part but of type {type(part).__name__}")
+        raise AttnmuxError(f"{point.value} is no Part but of type {type(part).__name__}")
     return part
 
 

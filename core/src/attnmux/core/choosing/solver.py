@@ -194,7 +194,7 @@ def _in_order(given: object) -> tuple[Offer, ...]:
     for offer in given if isinstance(given, Iterable) else (given,):
         if not isinstance(offer, Offer):
             got = f"one of type {type(offer).__name__}"
-            expected = "offers, each a card with its plugin, as load_plugins().offers() are"
+            expected = "offers, each a card with its plugin, as Plugins.load().offers() are"
             raise InvalidInput("offers", got=got, expected=expected)
         offers.append(offer)
     counts = Counter(offer.address for offer in offers)

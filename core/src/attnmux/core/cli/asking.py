@@ -12,13 +12,12 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.dtype_hint import dtype_hint
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.run import Run
-from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, UnknownModel
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput, NoBackend, UnknownModel
 from attnmux.core.facts.libraries import entry_points, installed_version
 from attnmux.core.facts.platform import GRAMMAR, Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request, parse_fields
 from attnmux.core.facts.vendors import PRODUCTS, VENDORS
-from attnmux.core.find.devices import pick_platform
 from attnmux.core.find.graphs import with_graphs
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
@@ -108,7 +107,7 @@ def _reader_of_models() -> Callable[..., Request]:
     points = [point for point in entry_points(READERS)[0] if point.name == "config.json"]
     if not points:
         remedy = "pip install --force-reinstall attnmux-core"
-        raise PluginError(f"no entry point in {READERS!r} reads models: {remedy}")
+        raise AttnmuxError(f"no entry point in {READERS!r} reads models: {remedy}")
     return cast("Callable[..., Request]", points[0].load())
 
 
@@ -136,11 +135,11 @@ def machine(
 
             named = settings.where("platform")
             return platform_of(torch.device(device), found, settings.platform, named=named)
-        return pick_platform(found, settings.platform, named=settings.where("platform"))
+        return found.pick(settings.platform, named=settings.where("platform"))
     if ":" in wanted or wanted.partition(",")[0].strip().lower() in PRODUCTS:
         return Platform.parse(wanted)
     try:
-        return pick_platform(run.detect(plugins), wanted, named="--platform")
+        return run.detect(plugins).pick(wanted, named="--platform")
     except InvalidInput as error:
         if not elsewhere:
             raise

@@ -24,9 +24,9 @@ def completing(known: Callable[[], Iterable[str]]) -> Complete:
 
 
 def _backends() -> Iterable[str]:
-    from attnmux.core.find.plugins import load_plugins  # noqa: PLC0415  # a shell waits for this alone
+    from attnmux.core.find.plugins import Plugins  # noqa: PLC0415  # a shell waits for this alone
 
-    return (offer.card.name for offer in load_plugins().offers())
+    return (offer.card.name for offer in Plugins.load().offers())
 
 
 def _engines() -> Iterable[str]:

@@ -18,10 +18,10 @@ from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import PHASES
 from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.devices import Detection, pick_platform, survey
+from attnmux.core.find.devices import Detection, survey
 from attnmux.core.find.plugin import Plugin
 from attnmux.core.find.plugins import Plugins
-from attnmux.core.find.settings import Settings, device_variables
+from attnmux.core.find.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         (platform for plugin in plugins for platform in plugin.platforms),
         loaded={plugin.distribution for plugin in plugins if not plugin.failures},
         failures=[failure for plugin in plugins for failure in plugin.failures],
-        variables=device_variables(),
+        variables=Settings.device_variables(),
         named=settings.platform,
     )
     offers = Plugins(tuple(plugins)).offers()
@@ -65,7 +65,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
     picked = None
     notes = list(_ambiguous_names(backends))
     try:
-        picked = pick_platform(detection, settings.platform, named=settings.where("platform"))
+        picked = detection.pick(settings.platform, named=settings.where("platform"))
     except (AmbiguousPlatform, InvalidInput) as error:
         problems.append(str(error))
     else:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
-from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, in_brief
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput, NoBackend
 from attnmux.core.facts.libraries import entry_points, identity
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import NAMING
@@ -47,16 +47,6 @@ FACTS = (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchFacts:
-    """Facts of the command line that a launch line needs next to the decision and the model."""
-
-    tp: int = 1
-    """Ranks that share the heads."""
-    kv_dtype_skip: str | None = None
-    """Layers that keep K and V in the model's dtype, as `request_from_model` takes them."""
-
-
 class Integration(Protocol):
     """The module of an engine's integration. Every refusal is an InvalidInput."""
 
@@ -68,9 +58,13 @@ class Integration(Protocol):
         user's is left out where nothing serves it.
         """
 
-    def launch(self, decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
+    def launch(
+        self, decision: Decision, model: str, *, tp: int, kv_dtype_skip: str | None
+    ) -> list[str]:
         """The words of the engine's own command, which carry all that the decision rests on: tp,
         dtype, KV dtype, page size, determinism, drafts, the device. model: a folder or a hub id.
+        tp: ranks that share the heads. kv_dtype_skip: layers that keep K and V in the model's
+        dtype, as `request_from_model` takes them.
 
         Backends that the user named, their options and other settings of attnmux are variables,
         which the verb writes.
@@ -108,9 +102,11 @@ class Engine:
         decision = asked.answer
         if isinstance(decision, NoBackend) or decision.unserved_layers:
             return ()
-        plugins, facts = list(_plugins(decision, asked)), LaunchFacts(tp=tp, kv_dtype_skip=skip)
+        plugins, chosen = list(_plugins(decision, asked)), model or MODEL
         install = self._called(lambda: self.module.install(decision, plugins))
-        words = self._called(lambda: self.module.launch(decision, model or MODEL, facts))
+        words = self._called(
+            lambda: self.module.launch(decision, chosen, tp=tp, kv_dtype_skip=skip)
+        )
         variables = self._called(lambda: list(_variables(asked, measured=measured)))
         quoted = [f"{PREFIX}{name.upper()}={shlex.quote(value)}" for name, value in variables]
         start = " ".join([*quoted, shlex.join(map(str, words))])
@@ -123,13 +119,13 @@ class Engine:
             raise NoBackend(f"attnmux in {self.name}: {refusal}") from refusal
         except Exception as error:
             whose = identity(self.point.dist)[0]
-            message = f"{self.point.value} of {whose} failed: {in_brief(error)}"
-            raise PluginError(message) from error
+            message = f"{self.point.value} of {whose} failed: {AttnmuxError.in_brief(error)}"
+            raise AttnmuxError(message) from error
 
 
 def engine_named(name: str, settings: Settings) -> Engine:
     """The installed integration of that engine. Raises InvalidInput where there is none, and
-    PluginError for one that cannot be imported."""
+    AttnmuxError for one that cannot be imported."""
     allow, deny = settings.plugin_filter()
     known = {
         point.name: point
@@ -146,7 +142,9 @@ def engine_named(name: str, settings: Settings) -> Engine:
         module: Any = point.load()
     except Exception as error:
         whose = identity(point.dist)[0]
-        raise PluginError(f"{point.value} of {whose} failed: {in_brief(error)}") from error
+        raise AttnmuxError(
+            f"{point.value} of {whose} failed: {AttnmuxError.in_brief(error)}"
+        ) from error
     return Engine(name, point, module)
 
 

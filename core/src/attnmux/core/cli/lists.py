@@ -10,7 +10,6 @@ from attnmux.core.cli.here import Backend, backends_here
 from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.frozen import plain
-from attnmux.core.find.devices import pick_platform
 
 
 @click.command()
@@ -62,7 +61,7 @@ def platforms(run: Run, as_json: bool) -> None:
     settings = run.settings()
     detection = run.detect(run.plugins(settings))
     try:
-        picked = str(pick_platform(detection, settings.platform, named=settings.where("platform")))
+        picked = str(detection.pick(settings.platform, named=settings.where("platform")))
     except (AmbiguousPlatform, InvalidInput) as error:
         run.warn(str(error))
         picked = None

@@ -23,11 +23,10 @@ from attnmux.core.facts.errors import (
     NoBackend,
     SettingsError,
     UnknownBackend,
-    in_brief,
 )
 from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.find.devices import Detection, detect
-from attnmux.core.find.plugins import Plugins, load_plugins, unknown_plugins
+from attnmux.core.find.devices import Detection
+from attnmux.core.find.plugins import Plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.unverified import Unverified, doubtful
 
@@ -69,7 +68,7 @@ class Run:
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
-        plugins = load_plugins(settings=settings)
+        plugins = Plugins.load(settings=settings)
         for failure in plugins.failures:
             self.warn(str(failure))
         allowed, _ = settings.plugin_filter()
@@ -95,7 +94,7 @@ class Run:
     def detect(self, plugins: Plugins) -> Detection:
         """The devices, with a warning for each that no plugin serves and each probe that failed."""
         known = len(plugins.failures)
-        detection = detect(plugins)
+        detection = plugins.detect()
         for failure in detection.failures[known:]:
             self.warn(str(failure))
         for device in detection.unserved:
@@ -189,7 +188,7 @@ def writing(path: Path, *, otherwise: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or in_brief(error)
+        why = error.strerror or AttnmuxError.in_brief(error)
         raise SettingsError(f"{path} cannot be written: {why}; {otherwise}") from error
 
 

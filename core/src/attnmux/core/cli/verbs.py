@@ -14,7 +14,7 @@ import click
 
 from attnmux.core.cli.run import INTERRUPTED, TERMINATED, Run, escape_unknown
 from attnmux.core.facts.checks import nearest
-from attnmux.core.facts.errors import PluginError, SettingsError
+from attnmux.core.facts.errors import AttnmuxError, SettingsError
 from attnmux.core.facts.libraries import entry_points, identity
 from attnmux.core.find.plugins import is_admitted
 from attnmux.core.find.settings import Settings
@@ -78,14 +78,14 @@ class Verbs(click.Group):
         return resolved
 
     def invoke(self, ctx: click.Context) -> object:
-        """Raises PluginError where a library ends the process: the verbs return their exit code."""
+        """Raises AttnmuxError if a library ends the process: the verbs return their exit code."""
         try:
             return super().invoke(ctx)
         except SystemExit as error:
             if isinstance(error.__context__, BrokenPipeError):
                 raise  # rich ends so when the reader has seen enough
             message = f"ended early by a library: SystemExit: {error.code}"
-            raise PluginError(message) from error
+            raise AttnmuxError(message) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the tables alone: help imports no verb."""
@@ -175,7 +175,7 @@ def _distribution(point: EntryPoint) -> str:
 def _load(name: str, points: list[EntryPoint]) -> click.Command:
     whose = sorted(map(_distribution, points))
     if len(points) > 1:
-        raise PluginError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")
+        raise AttnmuxError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")
     try:
         command = points[0].load()
     except KeyboardInterrupt:
@@ -184,9 +184,9 @@ def _load(name: str, points: list[EntryPoint]) -> click.Command:
         message = (
             f"the verb {name!r} of {whose[0]} cannot be loaded: {type(error).__name__}: {error}"
         )
-        raise PluginError(message) from error
+        raise AttnmuxError(message) from error
     if not isinstance(command, click.Command):
-        raise PluginError(f"the verb {name!r} of {whose[0]} is {command!r}, not a click command")
+        raise AttnmuxError(f"the verb {name!r} of {whose[0]} is {command!r}, not a click command")
     return command
 
 

@@ -21,8 +21,7 @@ from attnmux.core.engines.device_platforms import check_device
 from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.request import Request
-from attnmux.core.find.devices import detect, pick_platform
-from attnmux.core.find.plugins import load_plugins
+from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import accuracy_by
@@ -114,9 +113,9 @@ def _assemble(
 def _check(decision: Decision) -> None:
     """Check a decision against this machine, its measurements and the configured plugins."""
     settings = Settings.load()
-    plugins = load_plugins(settings=settings)
+    plugins = Plugins.load(settings=settings)
     wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
-    platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
+    platform, offers = plugins.detect().pick(wanted), plugins.offers()
     measurements = Measurement.read(settings.measurements_file()).found
     decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
 

@@ -20,8 +20,6 @@ from attnmux.core.facts.errors import (
     AttnmuxError,
     BackendFailed,
     InvalidInput,
-    PluginError,
-    in_brief,
 )
 from attnmux.core.facts.values import TreeMask
 from attnmux.core.linear.backend import LinearAttentionBackend
@@ -51,7 +49,7 @@ def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
     """The chosen attention backend, which gets the masks of draft trees in a form that it reads,
     and attention chunks as virtual requests where its card says so.
 
-    Raises BackendFailed where its factory cannot be imported or fails, PluginError where the
+    Raises BackendFailed where its factory cannot be imported or fails, AttnmuxError where the
     factory makes something else.
     """
 
@@ -88,8 +86,8 @@ def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBacke
     return backend
 
 
-def _misfit(choice: Choice, made: object) -> PluginError:
-    return PluginError(f"{choice.address}: {choice.factory} made a {type(made).__name__}")
+def _misfit(choice: Choice, made: object) -> AttnmuxError:
+    return AttnmuxError(f"{choice.address}: {choice.factory} made a {type(made).__name__}")
 
 
 def _called(choice: Choice, context: BackendContext) -> object:
@@ -102,5 +100,5 @@ def _called(choice: Choice, context: BackendContext) -> object:
     except (AttnmuxError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # libraries and compilers raise anything
-        raise BackendFailed(name, f"{choice.factory}: {in_brief(error)}") from error
+        raise BackendFailed(name, f"{choice.factory}: {AttnmuxError.in_brief(error)}") from error
     return made

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from operator import index
-
 import torch
 
 from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.spec import SpecInput
-from attnmux.core.facts.errors import InvalidInput, PluginError
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 
 _LENS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
 """Fields of a batch that hold one int32 for each request."""
@@ -23,20 +21,9 @@ def described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def check_at_least(least: int, argument: str, value: int) -> None:
-    """Raise InvalidInput below `least`, and for what is no whole number."""
-    try:
-        is_enough = index(value) >= least
-    except TypeError:
-        expected = f"a whole number, at least {least}"
-        raise InvalidInput(argument, got=repr(value), expected=expected) from None
-    if not is_enough:
-        raise InvalidInput(argument, got=value, expected=f"at least {least}")
-
-
 def check_whole_pages(size: int, page_size: int) -> None:
     """Raise InvalidInput unless `size` tokens fill one or more pages completely."""
-    check_at_least(1, "page_size", page_size)
+    InvalidInput.check_at_least(1, "page_size", page_size)
     if size < page_size or size % page_size:
         raise InvalidInput(
             "size", got=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
@@ -201,8 +188,8 @@ def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype |
 
 
 def check_result(result: torch.Tensor, call: AttentionCall, backend: str) -> None:
-    """Raise PluginError unless a backend's result is what `call` asks for: [T, Hq, Dv] of Q's dtype
-    and device."""
+    """Raise AttnmuxError unless a backend's result is what `call` asks for: [T, Hq, Dv] of Q's
+    dtype and device."""
     q, layer = call.q, call.layer
     shape = (q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
     if not isinstance(result, torch.Tensor):
@@ -211,7 +198,7 @@ def check_result(result: torch.Tensor, call: AttentionCall, backend: str) -> Non
         return
     else:
         got = f"{described(result)} on {result.device}"
-    raise PluginError(
+    raise AttnmuxError(
         f"{backend} returned {got}; expected {q.dtype} of shape {shape} on {q.device}"
     )
 

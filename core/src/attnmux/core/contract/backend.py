@@ -137,7 +137,7 @@ class AttentionBackend(StepBackend):
         allocated unless given; an IDLE step returns `call.empty_result()` and leaves the pool
         alone.
         Raises InvalidInput, before the pool is touched, for shapes, dtypes or devices that do not
-        fit the layer and the batch; PluginError for a result that does not.
+        fit the layer and the batch; AttnmuxError for a result that does not.
         """
         call = AttentionCall(q, k, v, layer, save_kv_cache, q_rope, k_rope, out, lse)
         if self.context.debug:

@@ -10,7 +10,7 @@ from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import DTYPES, canonical_dtype
 
 BLOCK = 16
-"""4-bit floats that share a scale, see `kv/quantise.py`."""
+"""4-bit floats that share a scale, see `contract/quantise.py`."""
 FP4_DTYPE = torch.float4_e2m1fn_x2
 """The dtype of packed values: an element holds two, the first in the lower bits."""
 

@@ -28,33 +28,33 @@ class ForwardContext:
         """Whether a step is running."""
         return _current.get(None) is not None
 
+    @classmethod
+    @contextmanager
+    def enter(cls, backend: AttentionBackend, batch: ForwardBatch) -> Iterator[ForwardContext]:
+        """Run a model's layers on `backend` and `batch`.
+
+        The caller has prepared the step with `backend.init_forward_metadata(batch)`.
+        """
+        context = cls(backend=backend, batch=batch)
+        token = _current.set(context)
+        try:
+            yield context
+        finally:
+            _current.reset(token)
+
     @staticmethod
     def current() -> ForwardContext:
-        """The running step. Raises AttnmuxError outside `forward_context`."""
+        """The running step. Raises AttnmuxError outside `ForwardContext.enter`."""
         try:
             return _current.get()
         except LookupError:
             raise AttnmuxError(
                 "attention was called outside a step: wrap the model's call in "
-                "`with attnmux.core.forward_context(backend, batch):`"
+                "`with attnmux.core.ForwardContext.enter(backend, batch):`"
             ) from None
 
 
 _current: ContextVar[ForwardContext] = ContextVar("attnmux_forward_context")
-
-
-@contextmanager
-def forward_context(backend: AttentionBackend, batch: ForwardBatch) -> Iterator[ForwardContext]:
-    """Run a model's layers on `backend` and `batch`.
-
-    The caller has prepared the step with `backend.init_forward_metadata(batch)`.
-    """
-    context = ForwardContext(backend=backend, batch=batch)
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
 
 
 def _attention_with_output(
@@ -123,9 +123,12 @@ replaces the batch's, which an indexer in the same compiled model may write too 
 class RadixAttention(torch.nn.Module):
     """Attention of one layer over the paged KV cache.
 
-    It calls the backend of the surrounding `forward_context`. Under `torch.compile` the call is one
-    opaque op, so that a model compiles as a single graph with any backend.
+    It calls the backend of the surrounding `ForwardContext.enter`. Under `torch.compile` the call
+    is one opaque op, so that a model compiles as a single graph with any backend.
     """
+
+    op = attention_with_output
+    """The op that a compiled model calls; see `attention_with_output`."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()

@@ -12,12 +12,15 @@ from attnmux.core.contract.arguments import check_device, check_vector, check_wh
 from attnmux.core.contract.dtypes import (
     ACTIVATION_DTYPES,
     FP4_DTYPE,
+    FP8_DTYPES,
     SCALED_DTYPES,
     STORABLE_DTYPES,
     checked_scale,
 )
 from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.memory import allocate_zeroed
+from attnmux.core.contract.memory import allocate_zeroed, free_memory
+from attnmux.core.contract.quantise import quantise, stored_parts, unpack_rows
+from attnmux.core.contract.rows import gather_rows, scatter_rows
 from attnmux.core.facts.errors import InvalidInput
 
 
@@ -32,6 +35,15 @@ class KVPool(ABC):
     Buffers of 4-bit floats hold two values an element, [slots, Hkv, D / 2], and come with those of
     `get_scale_buffers`.
     """
+
+    FP8_DTYPES = FP8_DTYPES
+    allocate_zeroed = staticmethod(allocate_zeroed)
+    free_memory = staticmethod(free_memory)
+    gather_rows = staticmethod(gather_rows)
+    scatter_rows = staticmethod(scatter_rows)
+    quantise = staticmethod(quantise)
+    stored_parts = staticmethod(stored_parts)
+    unpack_rows = staticmethod(unpack_rows)
 
     def __init__(
         self,
@@ -110,7 +122,7 @@ class KVPool(ABC):
         """The scales of a layer's blocks of 4-bit floats, of any strides: those of K
         [slots, Hkv, D / 16] and of V [slots, Hkv, Dv / 16], e4m3. None for other dtypes.
 
-        The heads' scales begin at multiples of 4 bytes. See `kv/quantise.py`.
+        The heads' scales begin at multiples of 4 bytes. See `contract/quantise.py`.
         Raises InvalidInput for a layer that is not stored here.
         """
         self._layer_index(layer_id)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
-"""Of a backend whose card has none, or whose defaults hold."""
+"""The default `options`: none."""
 
 
 class StepBackend(ABC):
@@ -27,6 +27,8 @@ class StepBackend(ABC):
     capture and before each replay, and `..._in_graph` is captured and replayed. An eager step runs
     both. One instance has one step in flight.
     """
+
+    NO_OPTIONS = NO_OPTIONS
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare an eager step. Raises InvalidInput for a malformed batch."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.memory import allocate_zeroed
+from attnmux.core.facts.errors import InvalidInput
 
 
 class RequestTable:
@@ -20,8 +20,8 @@ class RequestTable:
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         """Raises InvalidInput for a size or a length below 1."""
-        check_at_least(1, "size", size)
-        check_at_least(1, "max_context_len", max_context_len)
+        InvalidInput.check_at_least(1, "size", size)
+        InvalidInput.check_at_least(1, "max_context_len", max_context_len)
         self.size: int = size
         """Rows for requests, without padding's."""
         self.max_context_len = max_context_len

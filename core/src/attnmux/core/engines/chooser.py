@@ -9,14 +9,14 @@ import torch
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.engines.device_platforms import platform_of
+from attnmux.core.choosing.dtype_hint import dtype_hint
+from attnmux.core.engines.device_platforms import platform_of, reported_device
 from attnmux.core.facts.errors import BackendFailed, NoBackend
 from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
-from attnmux.core.find.devices import detect
-from attnmux.core.find.plugins import load_plugins
+from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import solve_measured
@@ -25,6 +25,10 @@ from attnmux.core.measured.ranking import solve_measured
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chooser:
     """Everything that a choice depends on besides the request: plugins, platform and settings."""
+
+    dtype_hint = staticmethod(dtype_hint)
+    platform_of = staticmethod(platform_of)
+    reported_device = staticmethod(reported_device)
 
     platform: Platform
     offers: tuple[Offer, ...]
@@ -42,11 +46,11 @@ class Chooser:
         several, SettingsError for settings that cannot be read.
         """
         settings = Settings.load()
-        plugins = load_plugins(settings=settings)
+        plugins = Plugins.load(settings=settings)
         return cls(
             platform=platform_of(
                 torch.device(device),
-                detect(plugins),
+                plugins.detect(),
                 settings.platform,
                 named=settings.where("platform"),
             ),

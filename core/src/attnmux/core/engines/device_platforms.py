@@ -10,12 +10,7 @@ import torch
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.vendors import VENDORS, Vendor
-from attnmux.core.find.devices import (
-    Detection,
-    check_named,
-    named_platforms,
-    pick_platform,
-)
+from attnmux.core.find.devices import Detection, check_named, named_platforms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +80,13 @@ def platform_of(
         found = tuple(one for one in alike if report.is_of(one))
         exact = tuple(one for one in found if one.name == report.name)
         if found:
-            return pick_platform(replace(detection, platforms=exact or found))
+            return replace(detection, platforms=exact or found).pick()
         described = stated or Platform.parse(str(report), is_here=True)
         memory = described.memory_bytes or report.memory_bytes
         return replace(described, name=report.name, memory_bytes=memory)
     if alike:
         wanted = wanted if wanted is not None and named_platforms(alike, wanted) else None
-        return pick_platform(replace(detection, platforms=alike), wanted, named=named)
+        return replace(detection, platforms=alike).pick(wanted, named=named)
     if stated is not None:
         return stated
     present = ", ".join(sorted({one.device_type for one in detection.platforms}))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from attnmux.core.facts.errors import PluginError
+from attnmux.core.facts.errors import AttnmuxError
 from attnmux.core.facts.libraries import installed_version
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -70,10 +70,10 @@ class Integration:
         return not text
 
     def require(self, interfaces: Iterable[Interface]) -> None:
-        """Raises PluginError unless the installed engine has these interfaces."""
+        """Raises AttnmuxError unless the installed engine has these interfaces."""
         text = self.misfit(interfaces)
         if text:
-            raise PluginError(text)
+            raise AttnmuxError(text)
 
 
 def missing(interfaces: Iterable[Interface], folder: Path | None = None) -> list[str]:

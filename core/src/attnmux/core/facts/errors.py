@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
 
 class AttnmuxError(Exception):
     """Base of every error raised on purpose."""
+
+    @staticmethod
+    def in_brief(error: BaseException, *, lines: int = 1) -> str:
+        """The type of any error and the first lines of its message, since compilers print pages."""
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return ": ".join([type(error).__name__, *said[:lines]])
 
 
 class InvalidInput(AttnmuxError, ValueError):
@@ -24,6 +31,17 @@ class InvalidInput(AttnmuxError, ValueError):
         self.got = got
         self.expected = expected
         super().__init__(f"{argument}: expected {expected}, got {got}")
+
+    @classmethod
+    def check_at_least(cls, least: int, argument: str, value: int) -> None:
+        """Raise InvalidInput below `least`, and for what is no whole number."""
+        try:
+            is_enough = index(value) >= least
+        except TypeError:
+            expected = f"a whole number, at least {least}"
+            raise cls(argument, got=repr(value), expected=expected) from None
+        if not is_enough:
+            raise cls(argument, got=value, expected=f"at least {least}")
 
 
 class PoolExhausted(AttnmuxError):
@@ -101,11 +119,7 @@ class RankFailed(AttnmuxError):
         )
 
 
-class PluginError(AttnmuxError):
-    """A plugin that cannot be loaded or that breaks the plugin contract."""
-
-
-class BackendFailed(PluginError):
+class BackendFailed(AttnmuxError):
     """A chosen backend that cannot run here: its library does not load or its kernel does not
     compile. An automatic choice goes on to the next candidate."""
 
@@ -118,12 +132,6 @@ class BackendFailed(PluginError):
 
 class SettingsError(AttnmuxError):
     """A configuration file or an environment variable that cannot be used."""
-
-
-def in_brief(error: BaseException, *, lines: int = 1) -> str:
-    """The error's type and the first lines of its message, since compilers print pages."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *said[:lines]])
 
 
 def _hinted(message: str, hint: str) -> str:

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from attnmux.core.facts.checks import Check, by_name, check_fields
-from attnmux.core.facts.frozen import FrozenMapping, Plain
+from attnmux.core.facts.fields import Check, read_fields
+from attnmux.core.facts.frozen import Plain
 from attnmux.core.facts.libraries import Libraries, installed_version
 from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.records import (
-    CHECKS,
-    MICROSECONDS,
-    Device,
-    Record,
-)
+from attnmux.core.facts.records import MICROSECONDS, Device, Microseconds, Record
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue
 
 T = TypeVar("T")
 
-VALUES = by_name("numbers and words by name", bool, int, float, str)
-TRIED: Mapping[str, Check] = {"subject": VALUES, "values": VALUES}
-VERSIONS = CHECKS["versions"]
+Values = Annotated[Mapping[str, OptionValue], Check("numbers and words by name")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +30,11 @@ class TunedLaunch(Record):
     noun = "launch"
     listed = "launches"
     keyed_by = ("subject",)
-    checks = {  # noqa: RUF012  # a ClassVar of Record
-        **TRIED,
-        "versions": Check(VERSIONS.expected, lambda value: VERSIONS.holds(value) and all(value)),
-    }
 
-    subject: Mapping[str, OptionValue]
+    versions: Annotated[Mapping[str, str], Check("texts by name of distribution", all)]
+    subject: Values
     """The kernel, and the shapes that it is launched for."""
-    values: Mapping[str, OptionValue]
+    values: Values
     """The launch."""
 
     @staticmethod
@@ -108,18 +98,15 @@ class Trial(Plain):
     Raises InvalidInput for a subject, values or a time that a `TunedLaunch` cannot hold.
     """
 
-    subject: Mapping[str, OptionValue]
+    subject: Values
     """The kernel and its shapes, in the backend's words."""
-    values: Mapping[str, OptionValue]
+    values: Values
     """The launch."""
-    median_us: float | None
+    median_us: Annotated[Microseconds | None, Check(MICROSECONDS)]
     """None where it failed, or its result was wrong."""
     error: str = ""
     is_current: bool = False
     """Whether the backend uses this launch today."""
 
     def __post_init__(self) -> None:
-        timed = {} if self.median_us is None else {"median_us": MICROSECONDS}
-        check_fields("trial", self, {**TRIED, **timed})
-        for name in TRIED:
-            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
+        read_fields(self, "trial")

@@ -5,21 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from attnmux.core.facts.checks import (
-    NAME,
-    TEXT,
-    Check,
-    check_fields,
-    is_whole,
-    nearest,
-    refusal,
-    several,
-    whole,
-)
+from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.frozen import Plain, defaults, plain_fields
+from attnmux.core.facts.fields import Check, Name, Positive, Whole, read_fields
+from attnmux.core.facts.frozen import plain_fields
+from attnmux.core.facts.reading import Fact, read_fact
 from attnmux.core.facts.vendors import EXAMPLE, PRODUCTS, VENDORS, Vendor
 
 GRAMMAR = f"PRODUCT or VENDOR:ARCH[,KEY=VALUE]…, such as h100 or {EXAMPLE}"
@@ -30,60 +22,57 @@ UNITS: Mapping[str, int] = {
     **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
 
-CHECKS: Mapping[str, Check] = {
-    **dict.fromkeys(("vendor", "device_type", "arch"), NAME),
-    **dict.fromkeys(("runtime", "name"), TEXT),
-    "version": Check(
-        "whole numbers, in a tuple",
-        lambda value: isinstance(value, tuple) and all(map(is_whole, value)),
-    ),
-    "features": several("texts, in a frozenset", frozenset, str),
-    "count": whole(1),
-    **dict.fromkeys(("memory_bytes", "core_count"), whole(0)),
-}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Platform(Plain):
+class Platform(Fact):
     """One kind of device of one machine. Two kinds in one machine are two platforms.
 
     Raises InvalidInput for a field of another type, a vendor, device type or architecture that is
     empty, and a number that is too small.
     """
 
+    noun = "platform"
     GRAMMAR = GRAMMAR
     """The text that `parse` reads."""
 
-    vendor: str
-    device_type: str
+    vendor: Name
+    device_type: Name
     """torch's name: "cuda", "xpu", "npu", "cpu", …"""
-    arch: str
+    arch: Name
     """"sm90", "gfx942", "xe2", "910b", "x86_64"."""
-    version: tuple[int, ...] = ()
+    version: Annotated[tuple[Whole, ...], Check("whole numbers, in a tuple")] = ()
     """The architecture as numbers, compute capability (9, 0) or gfx942's (9, 4, 2); () unknown."""
-    features: frozenset[str] = frozenset()
+    features: Annotated[frozenset[str], Check("texts, in a frozenset")] = frozenset()
     """"amx", "avx512_bf16", "cxx_compiler", …"""
     runtime: str = ""
     """Name and version, "cuda 13.0"; empty unknown."""
     name: str = ""
     """The product, "NVIDIA H200"."""
-    count: int = 1
-    memory_bytes: int = 0
+    count: Positive = 1
+    memory_bytes: Whole = 0
     """Of one device; 0 where it is unknown, or shared with the CPU and not reported."""
-    core_count: int = 0
+    core_count: Whole = 0
     """SMs or compute units of one device, or the CPU cores that this process may use; 0 unknown."""
     is_here: bool = field(default=True, repr=False, compare=False)
     """Whether it is a device of this machine, so that the libraries installed here count. For any
     other, requirements count as met, and so does a runtime that it does not state."""
 
     def __post_init__(self) -> None:
-        check_fields("platform", self, CHECKS)
+        read_fields(self, self.noun)
 
     def to_dict(self) -> dict[str, Any]:
         """The machine alone: another process may run on it."""
         data = plain_fields(self)
         del data["is_here"]
         return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Platform:
+        """The inverse of `to_dict`, a platform that is here. Raises InvalidInput as `read_fact`,
+        and for a word on where it is."""
+        if "is_here" in data:
+            raise InvalidInput("platform", got="a field 'is_here'", expected="the machine alone")
+        return read_fact(cls, data, cls.noun)
 
     @staticmethod
     def device_types() -> frozenset[str]:
@@ -109,28 +98,6 @@ class Platform(Plain):
         if self.memory_bytes:
             parts.append(f"memory={self.memory_bytes}B")
         return ",".join(parts)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Platform:
-        """The inverse of `to_dict`.
-
-        Raises InvalidInput for an unknown key, a missing field, and a value that its field cannot
-        hold.
-        """
-        names = [name for name in cls.__slots__ if name != "is_here"]
-        for name in data:
-            if name not in names:
-                expected = f"the fields {', '.join(sorted(names))}"
-                raise InvalidInput("platform", got=f"a field {name!r}", expected=expected)
-        for name in names:
-            if name not in data and name not in defaults(cls):
-                raise InvalidInput(f"platform, {name}", got="nothing", expected="a name")
-        given = dict(data)
-        for name, kind in {"version": tuple, "features": frozenset}.items():
-            if not isinstance(given.get(name, []), list):
-                raise refusal(f"platform, {name}", given[name], "a list")
-            given[name] = kind(given.get(name, []))
-        return cls(**given)
 
     @classmethod
     def parse(cls, text: str, *, is_here: bool = False) -> Platform:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from attnmux.core.facts.checks import Check, check_fields, refusal
+from attnmux.core.facts.checks import refusal
 from attnmux.core.facts.errors import BackendFailed
+from attnmux.core.facts.fields import Check, read_fields
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.values import OptionValue
 
@@ -25,26 +27,28 @@ SOURCES = {"env": "the environment", "config": "the configuration file"}
 """Origins that an error mentions: the user may have forgotten these."""
 
 
-def _are_names(value: object) -> bool:
-    usable = isinstance(value, Collection) and not isinstance(value, str)
-    return usable and all(isinstance(item, str) for item in value)  # type: ignore[attr-defined]  # a collection by now
+Backend = Annotated[str | None, Check("a backend's name, or None")]
 
 
-BACKEND = Check("a backend's name, or None", lambda value: value is None or isinstance(value, str))
-NAMES = Check("several names, as a tuple of them", _are_names)
-MAPPING = Check("a mapping", lambda value: isinstance(value, Mapping))
+def _names(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
+    is_several = isinstance(value, Collection) and not isinstance(value, str)
+    if not is_several or not all(isinstance(each, str) for each in value):
+        raise refusal(name, value, "several names, as a tuple of them")
+    return tuple(value)
 
-CHECKS: Mapping[str, Check] = {
-    **dict.fromkeys(NAMING, BACKEND),
-    "allow": Check(NAMES.expected, lambda value: value is None or _are_names(value)),
-    **dict.fromkeys(("deny", "prefer", "without"), NAMES),
-    **dict.fromkeys(("options", "failed", "origins"), MAPPING),
-}
-COPIES: Mapping[str, Callable[..., object]] = {
-    **dict.fromkeys(("allow", "deny", "prefer"), tuple),
-    "without": frozenset,
-    **dict.fromkeys(("options", "failed", "origins"), FrozenMapping),
-}
+
+def _distributions(name: str, value: Any) -> frozenset[str]:  # noqa: ANN401  # as above
+    return frozenset(_names(name, value))
+
+
+def _origins(name: str, value: Any) -> Mapping[str, str]:  # noqa: ANN401  # reads any value
+    if not isinstance(value, Mapping):
+        raise refusal(name, value, "a mapping")
+    for named, origin in value.items():
+        if named not in NAMING or origin not in ("user", *SOURCES):
+            expected = f"{', '.join(NAMING)}, each by user, {' or '.join(SOURCES)}"
+            raise refusal(name, f"{named}={origin}", expected)
+    return FrozenMapping(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,44 +65,33 @@ class Policy:
     NAMING = NAMING
     """The fields that name a backend."""
 
-    backend: str | None = None
+    backend: Backend = None
     """For extend and decode, unless the next two name others."""
-    prefill_backend: str | None = None
-    decode_backend: str | None = None
-    mm_backend: str | None = None
+    prefill_backend: Backend = None
+    decode_backend: Backend = None
+    mm_backend: Backend = None
     """For the encoder of a multimodal model."""
-    linear_backend: str | None = None
+    linear_backend: Backend = None
     """For the layers without softmax attention, of whatever kind."""
     options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=FrozenMapping)
     """By backend; text is read as the option's type."""
-    allow: tuple[str, ...] | None = None
+    allow: Annotated[tuple[str, ...] | None, _names] = None
     """The only backends to consider; None: all. A name in this list and the next two means every
     backend that has it as its name or an alias."""
-    deny: tuple[str, ...] = ()
-    prefer: tuple[str, ...] = ()
+    deny: Annotated[tuple[str, ...], _names] = ()
+    prefer: Annotated[tuple[str, ...], _names] = ()
     """Backends that win over every rank where they fit; the first wins over the next."""
     allow_coercion: bool = False
     """Whether values that a user, the environment or a config file set may be changed."""
-    without: frozenset[str] = frozenset()
+    without: Annotated[frozenset[str], _distributions] = frozenset()
     """Distributions that count as not installed."""
     failed: Mapping[str, BackendFailed] = field(default_factory=FrozenMapping)
     """By `plugin/name`: backends that this process tried and could not make."""
-    origins: Mapping[str, str] = field(default_factory=FrozenMapping)
+    origins: Annotated[Mapping[str, str], _origins] = field(default_factory=FrozenMapping)
     """Who named the backends, by field; "user" where absent."""
 
     def __post_init__(self) -> None:
-        check_fields("policy", self, CHECKS)
-        for name, copy in COPIES.items():
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, copy(value))
-        for name, values in self.options.items():
-            if not MAPPING.holds(values):
-                raise refusal(f"policy, options of {name}", values, MAPPING.expected)
-        for name, origin in self.origins.items():
-            if name not in NAMING or origin not in ("user", *SOURCES):
-                expected = f"{', '.join(NAMING)}, each by user, {' or '.join(SOURCES)}"
-                raise refusal("policy, origins", f"{name}={origin}", expected)
+        read_fields(self, "policy")
 
     def named_for(self, phase: str) -> tuple[str, str] | None:
         """(the field, the backend's name) that the asker gave for a leading phase, or for

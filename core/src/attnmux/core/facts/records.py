@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
-from attnmux.core.facts.checks import NAME, Check, by_name, check_fields, is_whole
-from attnmux.core.facts.errors import InvalidInput, in_brief
-from attnmux.core.facts.files import read_file
-from attnmux.core.facts.frozen import FrozenMapping, Plain, plain
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
+from attnmux.core.facts.fields import Check, Name, read_fields
+from attnmux.core.facts.files import Files
+from attnmux.core.facts.frozen import plain
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.reading import Fact
 
 FORMAT = 1
 """Of the files; other formats are not read."""
@@ -26,8 +27,10 @@ MOST_BYTES = 64_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device(Plain):
+class Device(Fact):
     """The facts that decide whether two devices are equally fast."""
+
+    noun = "device"
 
     vendor: str
     arch: str
@@ -35,34 +38,22 @@ class Device(Plain):
     """The product."""
     runtime: str
 
+    def __post_init__(self) -> None:
+        read_fields(self, self.noun)
+
     @classmethod
     def of(cls, platform: Platform) -> Device:
         return cls(**{field: getattr(platform, field) for field in cls.__dataclass_fields__})
 
 
-def is_figure(value: object) -> bool:
-    """Whether `value` is a positive number that a float can hold."""
-    numeric = isinstance(value, float) or is_whole(value)
-    return numeric and 0 < value <= sys.float_info.max  # type: ignore[operator]  # a number by now
+def is_figure(number: float) -> bool:
+    """Whether a number is positive, and one that a float can hold."""
+    return 0 < number <= sys.float_info.max
 
 
-MICROSECONDS = Check("microseconds, more than 0", is_figure)
-
-CHECKS: Mapping[str, Check] = {
-    "backend": NAME,
-    "device": Check(
-        "a Device of texts",
-        lambda value: (
-            isinstance(value, Device) and all(isinstance(w, str) for w in asdict(value).values())
-        ),
-    ),
-    "versions": by_name("texts by name of distribution", str),
-    "median_us": MICROSECONDS,
-    "date": Check(
-        "a date with its time zone",
-        lambda value: isinstance(value, datetime) and value.utcoffset() is not None,
-    ),
-}
+MICROSECONDS = "microseconds, more than 0"
+Microseconds = Annotated[float, Check(MICROSECONDS, is_figure)]
+Versions = Annotated[Mapping[str, str], Check("texts by name of distribution")]
 
 
 R = TypeVar("R", bound="Record")
@@ -82,7 +73,7 @@ class Records(Generic[R]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(Fact):
     """A time that a backend took on one device with some versions of its libraries.
 
     Raises InvalidInput for an empty field or one of another type (only a device's product and
@@ -93,28 +84,23 @@ class Record:
     """The share of the time that a backend or a launch must save to replace another. Smaller
     differences count as noise."""
 
-    noun: ClassVar[str]
-    """The name of a record in errors."""
     listed: ClassVar[str]
     """The name of the list in the file."""
     keyed_by: ClassVar[tuple[str, ...]]
     """Further fields that the time belongs to."""
-    checks: ClassVar[Mapping[str, Check]]
-    """Of the further fields."""
 
-    backend: str
+    backend: Name
     """`plugin/name`."""
-    device: Device
-    versions: Mapping[str, str]
+    device: Annotated[Device, Check("a Device of texts")]
+    versions: Versions
     """Of the plugin and its libraries, by distribution."""
-    median_us: float
-    date: datetime
+    median_us: Microseconds
+    date: Annotated[
+        datetime, Check("a date with its time zone", lambda date: date.utcoffset() is not None)
+    ]
 
     def __post_init__(self) -> None:
-        check_fields(self.noun, self, {**CHECKS, **self.checks})
-        for field in fields(self):
-            if isinstance(value := getattr(self, field.name), Mapping):
-                object.__setattr__(self, field.name, FrozenMapping(value))
+        read_fields(self, self.noun)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -126,19 +112,6 @@ class Record:
         """Plain data, for JSON."""
         data = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
         return {**data, "date": self.date.isoformat()}
-
-    @classmethod
-    def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:
-        """The inverse of `to_dict`; raises InvalidInput for other data."""
-        try:
-            device, date = Device(**data["device"]), datetime.fromisoformat(data["date"])
-            return cls(**{**data, "device": device, "date": date})
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InvalidInput):
-                raise
-            got = f"{type(error).__name__}: {error}"
-            expected = f"the fields {', '.join(field.name for field in fields(cls))}"
-            raise InvalidInput(cls.noun, got=got, expected=expected) from error
 
     @classmethod
     def read(cls: type[R], path: Path | None) -> Records[R]:
@@ -154,7 +127,7 @@ class Record:
         """As `read`, but raises OSError as `read_file` does."""
         data: Any = None
         try:
-            data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
+            data = json.loads(Files.read(str(path), MOST_BYTES, writable=writable))
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
             entries = list(data[cls.listed])
@@ -162,7 +135,7 @@ class Record:
             return Records()
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = (
-                f"{path} holds no {cls.listed} that can be read: {in_brief(error)}; "
+                f"{path} holds no {cls.listed} that can be read: {AttnmuxError.in_brief(error)}; "
                 "delete it, or keep new ones, which sets aside a file of another version"
             )
             is_ours = isinstance(data, dict) and {"format"} <= data.keys() <= {"format", cls.listed}

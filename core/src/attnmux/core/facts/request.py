@@ -4,25 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.fields import read_fields, readers_of
 from attnmux.core.facts.frozen import FrozenMapping, Plain, defaults, plain_fields
 from attnmux.core.facts.sparse import check_picked_blocks, check_sparse
 from attnmux.core.facts.values import (
-    BY_NAME,
-    BY_TYPE,
     DTYPES,
     KINDS,
     LINEAR_KINDS,
     PHASES,
-    LayerGroup,
-    Reader,
+    Count,
+    Dtype,
+    Flag,
+    Groups,
+    Kind,
+    Layers,
+    Measure,
+    Mode,
+    Phases,
+    Sparse,
+    Window,
+    canonical_dtype,
 )
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
 """Who may set a value; the earlier ones override the later ones."""
+
+
+def _origins(name: str, value: Any) -> Any:  # noqa: ANN401  # reads any value
+    if not isinstance(value, Mapping):
+        expected = f"a mapping of fields to {', '.join(ORIGINS)}"
+        raise InvalidInput(name, got=repr(value), expected=expected)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,101 +59,100 @@ class Request(Plain):
     PHASES = PHASES
     DTYPES = DTYPES
     """Canonical names; a request takes their aliases too."""
+    canonical_dtype = staticmethod(canonical_dtype)
 
-    kind: str = "mha"
+    kind: Kind = "mha"
     """"mha", "mla", "nsa" (sparse MLA), or "dual_chunk" (Qwen2.5-1M: its weights expect positions
     remapped by chunk, so that other attention gives wrong answers); or a kind of linear layers:
     "gdn", "kda", "mamba1", "mamba2", "lightning" and "conv" (see `LinearLayerSpec`)."""
-    num_q_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    num_q_heads: Count = None
+    num_kv_heads: Count = None
+    head_dim: Count = None
     """Of Q and K."""
-    v_head_dim: int | None = None
+    v_head_dim: Count = None
     """None: as `head_dim`."""
-    kv_lora_rank: int | None = None
-    qk_rope_head_dim: int | None = None
-    index_topk: int | None = None
+    kv_lora_rank: Count = None
+    qk_rope_head_dim: Count = None
+    index_topk: Count = None
     """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
     context of no more tokens has plain MLA."""
-    index_block_size: int | None = None
+    index_block_size: Count = None
     """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
     demands nothing of backends; see `PickedBlocksBackend`."""
-    encoder_head_dim: int | None = None
+    encoder_head_dim: Count = None
     """Of a multimodal model's encoder, which has its own heads."""
-    dtype: str | None = None
-    kv_dtype: str | None = None
+    dtype: Dtype = None
+    kv_dtype: Dtype = None
     """None: as `dtype`."""
-    page_size: int | None = None
+    page_size: Count = None
     """Tokens a page; None leaves it to the solver."""
-    phases: tuple[str, ...] = ()
+    phases: Phases = ()
     """Empty: extend and decode, with verify and draft when speculating, encoder if multimodal.
     Kinds of linear layers have no draft, as no draft model has such layers."""
-    spec_topk: int | None = None
+    spec_topk: Count = None
     """Branches a draft step; 1 drafts a chain, more a tree."""
-    spec_draft_tokens: int | None = None
+    spec_draft_tokens: Count = None
     """Tokens of a request that one verify step checks."""
-    speculative_attention_mode: str = "prefill"
+    speculative_attention_mode: Mode = "prefill"
     """Which of the two backends serves verify and draft: "prefill" or "decode"."""
-    sparse: str | None = None
+    sparse: Sparse = None
     """"quest": decode steps read the pages of each request whose keys may score highest, an
     approximation of attention over all. It demands nothing of backends; see `SparseAttnBackend`."""
-    sparse_budget: int | None = None
+    sparse_budget: Count = None
     """Keys of a request that each head then reads: a multiple of the page size, from 4 pages."""
-    sliding_window: int | None = None
+    sliding_window: Window = None
     """The contract's w: a query sees itself and w keys before it (transformers' n is w + 1)."""
-    attention_chunk: int | None = None
-    cross_attention: bool = False
-    sinks: bool = False
-    alibi: bool = False
+    attention_chunk: Count = None
+    cross_attention: Flag = False
+    sinks: Flag = False
+    alibi: Flag = False
     """A bias of the logits by distance, one slope a head: `LayerSpec.alibi_slopes`."""
-    relative_bias: bool = False
+    relative_bias: Flag = False
     """A bias of the logits by distance, from a table of each head: `LayerSpec.relative_bias`. An
     encoder's self attention has it too."""
-    logit_cap: float | None = None
-    custom_mask: bool = False
-    multi_item: bool = False
-    multimodal: bool = False
-    chunked_prefix: bool = False
+    logit_cap: Measure = None
+    custom_mask: Flag = False
+    multi_item: Flag = False
+    multimodal: Flag = False
+    chunked_prefix: Flag = False
     """The engine calls MLA layers by `forward_latent`, so that another backend may run long prompts
     with expanded heads. It demands nothing of backends."""
-    two_batches: bool = False
+    two_batches: Flag = False
     """Steps come as two halves, `ForwardBatch.tbo_children`, whose layers the engine runs in turn.
     It demands nothing: each half has a backend of its own."""
-    deterministic: bool = False
-    graph: bool = False
-    lse: bool = False
-    strided_kv: bool = False
+    deterministic: Flag = False
+    graph: Flag = False
+    lse: Flag = False
+    strided_kv: Flag = False
     """The slots or heads of the KV cache have gaps between them, as in an engine that keeps K and V
     of a slot side by side."""
-    other_layers: tuple[LayerGroup, ...] = ()
+    other_layers: Groups = ()
     """Attention layers whose heads, dims, features or KV dtype are not those of the fields above,
     as where window layers have more KV heads. Each group has a backend of its own, see
     `Decision.others`."""
-    compressed_layers: tuple[tuple[str, int], ...] = ()
+    compressed_layers: Layers = ()
     """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
     merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
-    linear_layers: tuple[tuple[str, int], ...] = ()
+    linear_layers: Layers = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.parts`; they ask nothing of the
     one for attention. No backend serves a kind that is not one of `kind`'s words."""
-    linear_head_dim: int | None = None
+    linear_head_dim: Count = None
     """K dim of their recurrent states."""
-    linear_v_head_dim: int | None = None
+    linear_v_head_dim: Count = None
     """V dim of their recurrent states; None: as `linear_head_dim`."""
-    parts: tuple[tuple[str, int], ...] = ()
+    parts: Layers = ()
     """(part, number) of what parts of other packages serve, see `Part`. The number is the part's to
     read; 1 where it needs none."""
-    max_error: float | None = None
+    max_error: Measure = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
-    origins: Mapping[str, str] = field(default_factory=FrozenMapping)
+    origins: Annotated[Mapping[str, str], _origins] = field(default_factory=FrozenMapping)
     """Who set each value that is set: one of ORIGINS. Values without an origin are the user's."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.origins, Mapping):
-            expected = f"a mapping of fields to {', '.join(ORIGINS)}"
-            raise InvalidInput("origins", got=repr(self.origins), expected=expected)
-        origins = dict(self.origins)
-        self._read_fields(origins)
+        given = read_fields(self)
+        given.remove("origins")  # it has no default
+        origins = self._noted_origins(given)
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
         if q_heads and kv_heads and q_heads % kv_heads:
             got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
@@ -156,20 +171,18 @@ class Request(Plain):
                 raise InvalidInput("origins", got=f"{name}={origin}", expected=expected)
         object.__setattr__(self, "origins", FrozenMapping(origins))
 
-    def _read_fields(self, origins: dict[str, str]) -> None:
-        """Read each field, and note in `origins` who set it."""
-        for name, default in DEFAULTS:
-            value = getattr(self, name)
-            if value is not default:
-                value = READERS[name](name, value)
-                object.__setattr__(self, name, value)
-                if value != default:
-                    origins.setdefault(name, "user")
-                    continue
-            if value:
-                origins.setdefault(name, "default")
-            elif name in origins:
+    def _noted_origins(self, given: Iterable[str]) -> dict[str, str]:
+        """An origin for each value that is set, and none for the others."""
+        origins = dict(self.origins)
+        changed = [name for name in given if getattr(self, name) != DEFAULTS[name]]
+        for name in changed:
+            origins.setdefault(name, "user")
+        for name in STATED:
+            origins.setdefault(name, "default")
+        for name in self.origins:
+            if name in OPEN and name not in changed:
                 del origins[name]
+        return origins
 
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {
@@ -242,11 +255,12 @@ class Request(Plain):
         return cls().replace(origin=origin, **parse_fields(text))
 
 
-DEFAULTS = tuple(defaults(Request).items())
-_TYPES = get_type_hints(Request)
-READERS: Mapping[str, Reader] = {
-    name: BY_NAME.get(name) or BY_TYPE[_TYPES[name]] for name, _ in DEFAULTS
-}
+DEFAULTS = defaults(Request)
+STATED = tuple(name for name, default in DEFAULTS.items() if default)
+OPEN = DEFAULTS.keys() - set(STATED)
+"""Fields whose default sets nothing."""
+READERS = readers_of(Request)
+del READERS["origins"]
 """By field."""
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from attnmux.core.facts.checks import UNSET, is_whole, read_flag
+from attnmux.core.facts.checks import UNSET, read_flag
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.fields import Positive, read_fields
 from attnmux.core.facts.frozen import Plain
 
 ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
@@ -53,71 +54,6 @@ TreeMask = Literal["full", "qlen_only", "qlen_only_bitpacking"]
 `visible_bits`."""
 TREE_MASKS: tuple[TreeMask, ...] = ("qlen_only", "qlen_only_bitpacking", "full")
 """All forms, for a backend that takes each of them through `visible_drafts`."""
-
-Reader = Callable[[str, Any], Any]
-"""(a field's name, the given value) → the value to keep; raises InvalidInput."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerGroup(Plain):
-    """A number of layers that are alike. The other fields are those of a `Request`."""
-
-    layers: int
-    """How many there are."""
-    num_q_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    v_head_dim: int | None = None
-    sliding_window: int | None = None
-    attention_chunk: int | None = None
-    sinks: bool = False
-    logit_cap: float | None = None
-    kv_dtype: str | None = None
-    """None: as the request's. Another makes a group of layers whose shape may be the same."""
-
-    def __post_init__(self) -> None:
-        if self.kv_dtype is not None:
-            object.__setattr__(self, "kv_dtype", canonical_dtype(str(self.kv_dtype), "kv_dtype"))
-
-    def __str__(self) -> str:
-        return f"{self.layers} layer{'s' * (self.layers > 1)} with {shape_said(self)}"
-
-    def needs(self) -> dict[str, Any]:
-        """The fields of a request for these layers, without those that stay the request's."""
-        given = {name: getattr(self, name) for name in NEEDS}
-        return given if self.kv_dtype is None else {**given, "kv_dtype": self.kv_dtype}
-
-
-def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request
-    """Heads, dims, window and own KV dtype of layers, in words."""
-    dims = one.head_dim if one.v_head_dim is None else f"{one.head_dim}/{one.v_head_dim}"
-    window = "" if one.sliding_window is None else f" and a window of {one.sliding_window}"
-    stored = "" if one.kv_dtype is None else f", KV in {one.kv_dtype}"
-    return f"{one.num_q_heads}/{one.num_kv_heads} heads of {dims}{window}{stored}"
-
-
-NEEDS = tuple(name for name in LayerGroup.__slots__ if name not in ("layers", "kv_dtype"))
-
-
-def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN401  # reads any value
-    """Groups, or their `to_dict`. Raises InvalidInput for anything else, such as text."""
-    try:
-        items: Iterable[Any] = () if value in (None, "") else value
-        groups = tuple(
-            each if isinstance(each, LayerGroup) else LayerGroup(**_mapping(each)) for each in items
-        )
-    except TypeError:
-        groups = (LayerGroup(layers=0),)
-    if not all(is_whole(each.layers, 1) for each in groups):
-        expected = "groups of layers, as `request_from_model` reads them from a config.json"
-        raise InvalidInput(name, got=repr(value), expected=expected)
-    return groups
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError("a group is a mapping")
-    return value
 
 
 def canonical_dtype(name: str, argument: str = "dtype") -> str:
@@ -186,6 +122,10 @@ def _word(allowed: tuple[str, ...], name: str, value: Any) -> str:  # noqa: ANN4
     return word
 
 
+def _sparse(name: str, value: Any) -> str | None:  # noqa: ANN401  # reads any value
+    return None if _is_unset(value) else _word(("quest",), name, value)
+
+
 def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
     """In the order of PHASES, each once."""
     if isinstance(value, tuple) and value == tuple(each for each in PHASES if each in value):
@@ -209,22 +149,77 @@ def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN4
         raise InvalidInput(name, got=repr(value), expected="KIND:COUNT+KIND:COUNT") from None
 
 
-BY_TYPE: Mapping[Any, Reader] = {
-    int | None: _positive,
-    float | None: partial(_number, float, "a positive number, or none"),
-    bool: _flag,
-    tuple[LayerGroup, ...]: read_groups,
-    tuple[tuple[str, int], ...]: _layers,
-}
-"""By the type of a request's field."""
+Count = Annotated[int | None, _positive]
+Measure = Annotated[float | None, partial(_number, float, "a positive number, or none")]
+Window = Annotated[int | None, _window]
+Flag = Annotated[bool, _flag]
+Dtype = Annotated[str | None, _dtype]
+Kind = Annotated[str, partial(_word, KINDS)]
+Mode = Annotated[str, partial(_word, ("prefill", "decode"))]
+Sparse = Annotated[str | None, _sparse]
+Phases = Annotated[tuple[str, ...], _phases]
+Layers = Annotated[tuple[tuple[str, int], ...], _layers]
+"""The types of a request's fields, which are also read from text."""
 
-BY_NAME: Mapping[str, Reader] = {
-    "kind": partial(_word, KINDS),
-    "dtype": _dtype,
-    "kv_dtype": _dtype,
-    "phases": _phases,
-    "speculative_attention_mode": partial(_word, ("prefill", "decode")),
-    "sparse": lambda name, value: None if _is_unset(value) else _word(("quest",), name, value),
-    "sliding_window": _window,
-}
-"""By field, if its type does not say enough."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup(Plain):
+    """A number of layers that are alike. The other fields are those of a `Request`."""
+
+    layers: Positive
+    """How many there are."""
+    num_q_heads: Count = None
+    num_kv_heads: Count = None
+    head_dim: Count = None
+    v_head_dim: Count = None
+    sliding_window: Window = None
+    attention_chunk: Count = None
+    sinks: Flag = False
+    logit_cap: Measure = None
+    kv_dtype: Dtype = None
+    """None: as the request's. Another makes a group of layers whose shape may be the same."""
+
+    def __post_init__(self) -> None:
+        read_fields(self)
+
+    def __str__(self) -> str:
+        return f"{self.layers} layer{'s' * (self.layers > 1)} with {shape_said(self)}"
+
+    def needs(self) -> dict[str, Any]:
+        """The fields of a request for these layers, without those that stay the request's."""
+        given = {name: getattr(self, name) for name in NEEDS}
+        return given if self.kv_dtype is None else {**given, "kv_dtype": self.kv_dtype}
+
+
+def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request
+    """Heads, dims, window and own KV dtype of layers, in words."""
+    dims = one.head_dim if one.v_head_dim is None else f"{one.head_dim}/{one.v_head_dim}"
+    window = "" if one.sliding_window is None else f" and a window of {one.sliding_window}"
+    stored = "" if one.kv_dtype is None else f", KV in {one.kv_dtype}"
+    return f"{one.num_q_heads}/{one.num_kv_heads} heads of {dims}{window}{stored}"
+
+
+NEEDS = tuple(name for name in LayerGroup.__slots__ if name not in ("layers", "kv_dtype"))
+
+
+def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN401  # reads any value
+    """Groups, or their `to_dict`. Raises InvalidInput for anything else, such as text."""
+    try:
+        items: Iterable[Any] = () if value in (None, "") else value
+        return tuple(
+            each if isinstance(each, LayerGroup) else LayerGroup(**_mapping(each)) for each in items
+        )
+    except (TypeError, InvalidInput) as error:
+        if isinstance(error, InvalidInput) and error.argument != "layers":
+            raise
+        expected = "groups of layers, as `request_from_model` reads them from a config.json"
+        raise InvalidInput(name, got=repr(value), expected=expected) from None
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("a group is a mapping")
+    return value
+
+
+Groups = Annotated[tuple[LayerGroup, ...], read_groups]

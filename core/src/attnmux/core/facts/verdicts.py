@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from attnmux.core.facts.frozen import Plain
 
@@ -81,17 +81,6 @@ class Verdict(Plain):
     def address(self) -> str:
         """`plugin/name`."""
         return f"{self.plugin}/{self.backend}"
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Verdict:
-        obstacle = data["obstacle"]
-        if obstacle is not None:
-            obstacle = Obstacle(phase=obstacle["phase"], reasons=_reasons(obstacle["reasons"]))
-        return cls(**{**data, "obstacle": obstacle, "reasons": _reasons(data["reasons"])})
-
-
-def _reasons(data: Iterable[dict[str, Any]]) -> tuple[Reason, ...]:
-    return tuple(Reason(**reason) for reason in data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

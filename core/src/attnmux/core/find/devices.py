@@ -13,7 +13,6 @@ from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.platform import Platform
 from attnmux.core.find.cpu import bare_cpu, probe_cpu
 from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
-from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.unserved import (
     UnservedDevice,
     diagnosis,
@@ -40,24 +39,19 @@ class Detection:
     def accelerators(self) -> tuple[Platform, ...]:
         return tuple(found for found in self.platforms if found.vendor != "cpu")
 
+    def pick(self, wanted: str | None = None, *, named: str = "platform") -> Platform:
+        """The platform to use: the only kind of accelerator, or the CPU where there is none.
 
-def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
-    """The devices that the plugins find, and those that no plugin reports.
-
-    One child process asks all probes. One that raises, exits, crashes, or gives no answer within
-    `plugins.seconds` is a failure in the result. `root` contains /dev and /sys.
-    """
-    from attnmux.core.find.probes import probe  # noqa: PLC0415  # not asked about other machines
-
-    asked = probe([plugin for plugin in plugins.loaded if plugin.probes], plugins.seconds)
-    return survey(
-        (platform for plugin in asked for platform in plugin.platforms),
-        loaded={plugin.distribution for plugin in plugins.loaded},
-        failures=[*plugins.failures, *(each for plugin in asked for each in plugin.failures)],
-        variables=plugins.variables,
-        named=plugins.named,
-        root=root,
-    )
+        `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named`
+        is what it was read from, for the error. Unlike cards of one architecture are one platform,
+        with both names and the smaller memory. Raises AmbiguousPlatform if several kinds of
+        accelerator are present (or match), InvalidInput if none matches. A caller that gets the CPU
+        should show `unserved` and `failures` prominently.
+        """
+        if wanted is None:
+            return _only(self.accelerators or self.platforms[-1:])
+        check_named(self, wanted, named=named)
+        return _only(named_platforms(self.platforms, wanted))
 
 
 def survey(
@@ -115,23 +109,6 @@ def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platfor
     return tuple(
         one for one in platforms if name in (one.vendor.lower(), f"{one.vendor}:{one.arch}".lower())
     )
-
-
-def pick_platform(
-    detection: Detection, wanted: str | None = None, *, named: str = "platform"
-) -> Platform:
-    """The platform to use: the only kind of accelerator, or the CPU where there is none.
-
-    `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named` is
-    what it was read from, for the error. Unlike cards of one architecture are one platform, with
-    both names and the smaller memory. Raises AmbiguousPlatform where several kinds of
-    accelerator are present (or match), InvalidInput where none matches. A caller that gets the CPU
-    should show `detection.unserved` and `detection.failures` prominently.
-    """
-    if wanted is None:
-        return _only(detection.accelerators or detection.platforms[-1:])
-    check_named(detection, wanted, named=named)
-    return _only(named_platforms(detection.platforms, wanted))
 
 
 def check_named(detection: Detection, wanted: str, *, named: str = "platform") -> None:

@@ -16,7 +16,7 @@ import pluggy
 from attnmux.core.cards.card import BackendCard
 from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.checks import refusal
-from attnmux.core.facts.errors import InvalidInput, PluginError
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.facts.libraries import canonical
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.vendors import VENDORS
@@ -52,20 +52,20 @@ class Manager:
         return _attempt(self._with_platforms, plugin, "platforms")
 
     def _register(self, plugin: Plugin) -> Plugin:
-        """Raises whatever importing raises, and PluginError for anything but a module with
+        """Raises whatever importing raises, and AttnmuxError for anything but a module with
         hooks."""
         module = plugin.point.load()
         if not isinstance(module, ModuleType):
-            raise PluginError(
+            raise AttnmuxError(
                 f"{plugin.point.value} is no module but of type {type(module).__name__}"
             )
         self._modules.register(module, name=plugin.key)
         for caller in self._modules.get_hookcallers(module) or ():
             if not caller.has_spec():
-                raise PluginError(f"{caller.name} is no hook: expected {' or '.join(HOOKS)}")
+                raise AttnmuxError(f"{caller.name} is no hook: expected {' or '.join(HOOKS)}")
         for hook in HOOKS:
             if hook in vars(module) and not self._caller(plugin, hook).get_hookimpls():
-                raise PluginError(f"{hook} is not marked with @hookimpl: it would never be called")
+                raise AttnmuxError(f"{hook} is not marked with @hookimpl: it would never be called")
         return plugin
 
     def _with_cards(self, plugin: Plugin) -> Plugin:
@@ -73,7 +73,7 @@ class Manager:
         names = [card.name for card in cards]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise PluginError(f"two cards named {', '.join(repeated)}")
+            raise AttnmuxError(f"two cards named {', '.join(repeated)}")
         probes = bool(self._caller(plugin, "attnmux_platforms").get_hookimpls())
         return plugin._replace(cards=tuple(cards), probes=probes)
 
@@ -93,7 +93,7 @@ class Manager:
         return self._modules.subset_hook_caller(hook, others)
 
     def _ask(self, plugin: Plugin, hook: str, expected: type[T]) -> list[T]:
-        """The hook's answer. Raises whatever it raises, and PluginError for another type."""
+        """The hook's answer. Raises whatever it raises, and AttnmuxError for another type."""
         caller = self._caller(plugin, hook)
         answers: Any = caller()
         called = [each for each in caller.get_hookimpls() if not (each.wrapper or each.hookwrapper)]
@@ -103,7 +103,7 @@ class Manager:
         for answer in answers if type(answers) is list else [answers]:
             if type(answer) is not list or not all(type(each) is expected for each in answer):
                 got = reprlib.repr(answer)
-                raise PluginError(f"{hook} returned {got}, not a list of {expected.__name__}")
+                raise AttnmuxError(f"{hook} returned {got}, not a list of {expected.__name__}")
             found += answer
         return found
 

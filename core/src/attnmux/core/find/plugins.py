@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 from attnmux.core.cards.card import Offer
+from attnmux.core.cards.installed_files import installed
 from attnmux.core.cards.named import KNOWN_BACKENDS
 from attnmux.core.facts.checks import nearest
-from attnmux.core.facts.errors import InvalidInput, PluginError
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.facts.libraries import canonical, entry_points, identity
 from attnmux.core.facts.policy import Policy
+from attnmux.core.find.devices import Detection, survey
 from attnmux.core.find.manager import manager
 from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
-from attnmux.core.find.settings import SECONDS, Settings, device_variables
+from attnmux.core.find.settings import SECONDS, Settings
 from attnmux.core.find.visibility import NO_VARIABLES
 
 GROUP = "attnmux"
@@ -26,6 +29,8 @@ OWN = "attnmux-"
 @dataclass(frozen=True, slots=True)
 class Plugins:
     """The plugins that work, and why the others do not."""
+
+    installed = staticmethod(installed)
 
     loaded: tuple[Plugin, ...] = ()
     failures: tuple[PluginFailure, ...] = ()
@@ -39,6 +44,43 @@ class Plugins:
     """Whether offers have the figures that plugins carry."""
     named: str | None = None
     """The configured platform, which may describe a device that no plugin finds."""
+
+    @classmethod
+    def load(
+        cls,
+        allow: Iterable[str] | None = None,
+        deny: Iterable[str] = (),
+        *,
+        settings: Settings | None = None,
+    ) -> Plugins:
+        """The installed plugins with their cards. Each is imported once in a process.
+
+        `allow` (None: all) and `deny` name distributions. The lists of `settings` (default: the
+        environment's and the configuration file's) hold as well, and so do its lists of backends:
+        the offers that they leave out never win. A plugin that is left out is not imported. A
+        plugin that raises, or shares its name with another, is a failure in the result, never an
+        exception.
+
+        Raises InvalidInput for one text instead of several names, SettingsError for settings that
+        cannot be read.
+        """
+        settings = settings or Settings.load()
+        allow = None if allow is None else several_names("allow", allow)
+        configured, denied = settings.plugin_filter()
+        if configured is not None:
+            known = configured if allow is None else allow
+            allow = tuple(name for name in known if is_admitted(name, configured, ()))
+        found = find_plugins(allow, (*several_names("deny", deny), *denied))
+        plugins = [plugin if plugin.failures else manager().load(plugin) for plugin in found]
+        return cls(
+            loaded=tuple(plugin for plugin in plugins if not plugin.failures),
+            failures=tuple(failure for plugin in plugins for failure in plugin.failures),
+            seconds=settings.plugin_seconds,
+            policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends),
+            variables=Settings.device_variables(),
+            shipped=not settings.no_shipped_figures,
+            named=settings.platform,
+        )
 
     def offers(self) -> tuple[Offer, ...]:
         """Every card with the plugin that brought it."""
@@ -65,40 +107,23 @@ class Plugins:
             offers.append(offer if admitted else replace(offer, admitted=False))
         return tuple(offers)
 
+    def detect(self, *, root: Path = Path("/")) -> Detection:
+        """The devices that the plugins find, and those that no plugin reports.
 
-def load_plugins(
-    allow: Iterable[str] | None = None,
-    deny: Iterable[str] = (),
-    *,
-    settings: Settings | None = None,
-) -> Plugins:
-    """The installed plugins with their cards. Each is imported once in a process.
+        One child process asks all probes. One that raises, exits, crashes, or gives no answer
+        within `seconds` is a failure in the result. `root` contains /dev and /sys.
+        """
+        from attnmux.core.find.probes import probe  # noqa: PLC0415  # not asked about other machines
 
-    `allow` (None: all) and `deny` name distributions. The lists of `settings` (default: the
-    environment's and the configuration file's) hold as well, and so do its lists of backends: the
-    offers that they leave out never win. A plugin that is left out is not imported. A plugin that
-    raises, or shares its name with another, is a failure in the result, never an exception.
-
-    Raises InvalidInput for one text instead of several names, SettingsError for settings that
-    cannot be read.
-    """
-    settings = settings or Settings.load()
-    allow = None if allow is None else several_names("allow", allow)
-    configured, denied = settings.plugin_filter()
-    if configured is not None:
-        known = configured if allow is None else allow
-        allow = tuple(name for name in known if is_admitted(name, configured, ()))
-    found = find_plugins(allow, (*several_names("deny", deny), *denied))
-    plugins = [plugin if plugin.failures else manager().load(plugin) for plugin in found]
-    return Plugins(
-        loaded=tuple(plugin for plugin in plugins if not plugin.failures),
-        failures=tuple(failure for plugin in plugins for failure in plugin.failures),
-        seconds=settings.plugin_seconds,
-        policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends),
-        variables=device_variables(),
-        shipped=not settings.no_shipped_figures,
-        named=settings.platform,
-    )
+        asked = probe([plugin for plugin in self.loaded if plugin.probes], self.seconds)
+        return survey(
+            (platform for plugin in asked for platform in plugin.platforms),
+            loaded={plugin.distribution for plugin in self.loaded},
+            failures=[*self.failures, *(each for plugin in asked for each in plugin.failures)],
+            variables=self.variables,
+            named=self.named,
+            root=root,
+        )
 
 
 def find_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> list[Plugin]:
@@ -127,7 +152,7 @@ def find_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
         sharing = sorted(each.distribution for each in plugins if each.name == plugin.name)
         owner = OWN + plugin.name
         if len(sharing) > 1 and (plugin.distribution != owner or sharing.count(owner) > 1):
-            error = PluginError(
+            error = AttnmuxError(
                 f"the plugin name {plugin.name!r} belongs to {' and '.join(sharing)}: "
                 "deny one of the distributions (deny_plugins)"
             )
@@ -142,7 +167,7 @@ def admitted_points(group: str, name: str) -> dict[str, EntryPoint]:
     points = [point for point in entry_points(group)[0] if point.name == name]
     if not points:
         return {}
-    admitted = {plugin.distribution for plugin in load_plugins().loaded}
+    admitted = {plugin.distribution for plugin in Plugins.load().loaded}
     found = {identity(point.dist)[0]: point for point in points}
     return {owner: point for owner, point in sorted(found.items()) if owner in admitted}
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from typing import IO, Any
 
-from attnmux.core.facts.errors import in_brief
+from attnmux.core.facts.errors import AttnmuxError
 from attnmux.core.facts.platform import Platform
 from attnmux.core.find.manager import Manager
 from attnmux.core.find.plugin import LONGEST_TRACEBACK, Plugin, PluginFailure, Stage, failed
@@ -42,7 +42,7 @@ def probe(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
         try:
             found += _in_a_child(plugins[len(found) :], seconds)
         except OSError as error:
-            why = f"no process could be started to load it: {in_brief(error)}"
+            why = f"no process could be started to load it: {AttnmuxError.in_brief(error)}"
             for plugin in plugins[len(found) :]:
                 found.append(plugin._replace(failures=(failed(plugin, "load", why),)))
     return found

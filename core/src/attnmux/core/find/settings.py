@@ -9,13 +9,14 @@ it was found, since it decides which code runs; a file that is named is trusted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args
 
 from attnmux.core.facts.checks import nearest, read_flag
 from attnmux.core.facts.errors import InvalidInput, SettingsError
+from attnmux.core.facts.fields import read_fields, readers_of
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.policy import NAMING, Policy
 from attnmux.core.facts.request import ORIGINS
@@ -28,58 +29,123 @@ SECONDS, LONGEST = 10.0, 3600
 """For one plugin. A healthy one answers in milliseconds, a wedged driver never."""
 
 
+def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise InvalidInput(where, got=repr(value), expected="a name")
+
+
+def _words(where: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
+    """A list, or names separated by commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise InvalidInput(where, got=repr(value), expected="a list of names")
+    return tuple(_word(where, item) for item in items)
+
+
+def read_assignments(where: str, texts: Iterable[str]) -> dict[str, dict[str, str]]:
+    """["triton.splits=8"] → {"triton": {"splits": "8"}}. The backend may be `plugin/name`.
+
+    Raises InvalidInput for other text.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        target, equals, value = text.partition("=")
+        backend, dot, option = target.strip().partition(".")
+        if not (equals and dot and backend and option):
+            raise InvalidInput(where, got=repr(text), expected="BACKEND.OPTION=VALUE")
+        found.setdefault(backend, {})[option] = value
+    return found
+
+
+def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # reads any value
+    value = read_assignments(where, value.split(",")) if isinstance(value, str) else value
+    usable = isinstance(value, Mapping) and all(
+        isinstance(table, Mapping)
+        and all(isinstance(item, get_args(OptionValue)) for item in table.values())
+        for table in value.values()
+    )
+    if not usable:
+        expected = (
+            "a table for each backend, as [options.NAME] in the configuration file with KEY = VALUE"
+        )
+        raise InvalidInput(where, got=repr(value), expected=expected)
+    return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
+
+
+def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any value
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST or isinstance(value, bool):
+        expected = f"a number of seconds, more than 0 and at most {LONGEST}"
+        raise InvalidInput(where, got=repr(value), expected=expected)
+    return seconds
+
+
+Word = Annotated[str | None, _word]
+Words = Annotated[tuple[str, ...], _words]
+Flag = Annotated[bool, read_flag]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """The configured values; None or empty where nothing is configured."""
 
-    platform: str | None = None
+    platform: Word = None
     """A vendor, or vendor:arch, that is on this machine. A device that no plugin finds is described
     as `Platform.parse` reads it, "nvidia:sm87,cuda=12.6"."""
-    backend: str | None = None
+    backend: Word = None
     """The backend of every phase that has no setting of its own."""
-    prefill_backend: str | None = None
+    prefill_backend: Word = None
     """The backend of extend."""
-    decode_backend: str | None = None
+    decode_backend: Word = None
     """The backend of decode."""
-    mm_backend: str | None = None
+    mm_backend: Word = None
     """The backend of a multimodal model's encoder."""
-    linear_backend: str | None = None
+    linear_backend: Word = None
     """The backend of layers without softmax attention."""
-    allow_backends: tuple[str, ...] | None = None
+    allow_backends: Annotated[tuple[str, ...] | None, _words] = None
     """The only backends that may be chosen."""
-    deny_backends: tuple[str, ...] = ()
+    deny_backends: Words = ()
     """Backends that may not be chosen."""
-    prefer_backends: tuple[str, ...] = ()
+    prefer_backends: Words = ()
     """Backends that are chosen before others, the first one first, if they serve the request."""
-    allow_plugins: tuple[str, ...] | None = None
+    allow_plugins: Annotated[tuple[str, ...] | None, _words] = None
     """Distributions; plugins of others are not imported. NAME also means attnmux-NAME."""
-    deny_plugins: tuple[str, ...] = ()
+    deny_plugins: Words = ()
     """Distributions or plugins."""
-    plugin_seconds: float = SECONDS
+    plugin_seconds: Annotated[float, _seconds] = SECONDS
     """How long a plugin's probe may take to find devices."""
-    no_plugins: bool = False
+    no_plugins: Flag = False
     """Import no plugin."""
-    allow_coercion: bool = False
+    allow_coercion: Flag = False
     """Let the solver change or drop values that no backend serves; the decision records them."""
-    deterministic: bool = False
+    deterministic: Flag = False
     """Ask for bits that do not depend on the other requests: what `select` and `generate` ask."""
-    measurements: str | None = None
+    measurements: Word = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
     path in a configuration file is relative to that file."""
-    no_measurements: bool = False
+    no_measurements: Flag = False
     """Choose as if nothing had been measured on this machine."""
-    no_shipped_figures: bool = False
+    no_shipped_figures: Flag = False
     """Choose as if plugins carried no figures: by this machine's, else by the priors of cards."""
-    launches: str | None = None
+    launches: Word = None
     """The file of launches that were tuned on this machine, as `measurements` is."""
-    no_launches: bool = False
+    no_launches: Flag = False
     """Launch as if nothing had been tuned."""
-    debug: bool = False
+    debug: Flag = False
     """Show the traceback of an error. `generate` also checks the values of each batch."""
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenMapping)
+    options: Annotated[Mapping[str, Mapping[str, Any]], _options] = field(
+        default_factory=FrozenMapping
+    )
     """By backend. As a variable: BACKEND.OPTION=VALUE,…"""
     sources: Mapping[str, str] = field(default_factory=FrozenMapping)
     """Where each value that is set comes from: a variable or a file."""
+
+    def __post_init__(self) -> None:
+        read_fields(self, "settings")
 
     @classmethod
     def load(
@@ -102,7 +168,7 @@ class Settings:
                 name = variable.removeprefix(PREFIX).lower()
                 values[name] = _read(name, text, variable)
                 sources[name] = variable
-        return cls(**values, sources=FrozenMapping(sources))
+        return cls(**values, sources=sources)
 
     def plugin_filter(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
         """(allow, deny): names of distributions."""
@@ -155,6 +221,13 @@ class Settings:
         except RuntimeError:
             return None
 
+    @staticmethod
+    def device_variables() -> Mapping[str, str]:
+        """The environment variables that hide devices from this process (`Vendor.variables`), of
+        those that are set: for the probes, which must not read the environment themselves."""
+        names = {name for row in VENDORS.values() for name in row.variables}
+        return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
+
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
         """A policy of the fields that the user gave (None: not given), else of those configured.
 
@@ -190,79 +263,8 @@ class Settings:
         return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
 
 
-def device_variables() -> Mapping[str, str]:
-    """The environment variables that hide devices from this process (`Vendor.variables`), of those
-    that are set: for the probes, which must not read the environment themselves."""
-    names = {name for row in VENDORS.values() for name in row.variables}
-    return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
-
-
-def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    raise InvalidInput(where, got=repr(value), expected="a name")
-
-
-def _words(where: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
-    """A list, or names separated by commas."""
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list):
-        raise InvalidInput(where, got=repr(value), expected="a list of names")
-    return tuple(_word(where, item) for item in items)
-
-
-def read_assignments(where: str, texts: Iterable[str]) -> dict[str, dict[str, str]]:
-    """["triton.splits=8"] → {"triton": {"splits": "8"}}. The backend may be `plugin/name`.
-
-    Raises InvalidInput for other text.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for text in texts:
-        target, equals, value = text.partition("=")
-        backend, dot, option = target.strip().partition(".")
-        if not (equals and dot and backend and option):
-            raise InvalidInput(where, got=repr(text), expected="BACKEND.OPTION=VALUE")
-        found.setdefault(backend, {})[option] = value
-    return found
-
-
-def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # reads any value
-    value = read_assignments(where, value.split(",")) if isinstance(value, str) else value
-    usable = isinstance(value, dict) and all(
-        isinstance(table, dict)
-        and all(isinstance(item, get_args(OptionValue)) for item in table.values())
-        for table in value.values()
-    )
-    if not usable:
-        expected = (
-            "a table for each backend, as [options.NAME] in the configuration file with KEY = VALUE"
-        )
-        raise InvalidInput(where, got=repr(value), expected=expected)
-    return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
-
-
-def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any value
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = 0.0
-    if not 0 < seconds <= LONGEST or isinstance(value, bool):
-        expected = f"a number of seconds, more than 0 and at most {LONGEST}"
-        raise InvalidInput(where, got=repr(value), expected=expected)
-    return seconds
-
-
-BY_TYPE: Mapping[Any, Callable[[str, Any], Any]] = {
-    str | None: _word,
-    tuple[str, ...]: _words,
-    tuple[str, ...] | None: _words,
-    bool: read_flag,
-    float: _seconds,
-    Mapping[str, Mapping[str, Any]]: _options,
-}
-READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    name: BY_TYPE[kind] for name, kind in get_type_hints(Settings).items() if name != "sources"
-}
+READERS = readers_of(Settings)
+del READERS["sources"]
 
 
 def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type

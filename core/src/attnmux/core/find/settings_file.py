@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.facts.errors import SettingsError, in_brief
-from attnmux.core.facts.files import check_own, opened, read_all, read_file
+from attnmux.core.facts.errors import AttnmuxError, SettingsError
+from attnmux.core.facts.files import Files, check_own, read_all
 
 CONFIG = "ATTNMUX_CONFIG"
 """The variable that names the file."""
@@ -51,7 +51,7 @@ def _found(path: Path) -> Mapping[str, Any] | None:
     if not hasattr(os, "geteuid"):  # access lists decide there
         return _table(path, _text(path))
     try:
-        with _folder(path.parent) as folder, opened(path.name, folder=folder) as file:
+        with _folder(path.parent) as folder, Files.opened(path.name, folder=folder) as file:
             text = read_all(file, MOST_BYTES).decode("utf-8")
             link = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
             places = ((path, link), (path, os.fstat(file)), (path.parent, os.fstat(folder)))
@@ -83,7 +83,7 @@ def _folder(path: Path) -> Iterator[int]:
 def _text(path: Path) -> str | None:
     """The content of a file, None if there is none."""
     try:
-        return read_file(str(path), MOST_BYTES).decode("utf-8")
+        return Files.read(str(path), MOST_BYTES).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -105,7 +105,7 @@ def _table(path: Path, text: str | None) -> Mapping[str, Any] | None:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path} is not TOML: {in_brief(error)}") from error
+        raise SettingsError(f"{path} is not TOML: {AttnmuxError.in_brief(error)}") from error
     if own and "tool" in table:
         raise SettingsError(
             f"{path}: write the settings without [tool.attnmux], a table of pyproject.toml"

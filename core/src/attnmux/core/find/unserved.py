@@ -99,5 +99,5 @@ def named_device(wanted: str | None, unserved: Sequence[UnservedDevice]) -> Plat
         return None
     try:
         return Platform.parse(wanted, is_here=True)
-    except InvalidInput:  # `pick_platform` says what is expected
+    except InvalidInput:  # `Detection.pick` says what is expected
         return None

@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.facts.errors import InvalidInput
 
@@ -92,11 +91,11 @@ class GraphConfig:
         if not (is_verify or mode.is_decode() or mode.is_draft_extend()):
             expected = "DECODE, TARGET_VERIFY or DRAFT_EXTEND"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
-        check_at_least(1, "tokens_per_request", self.tokens_per_request)
+        InvalidInput.check_at_least(1, "tokens_per_request", self.tokens_per_request)
         if mode.is_draft_extend() and self.two_batches:
             raise InvalidInput("two_batches", got=True, expected="False in DRAFT_EXTEND")
         for name in ("index_topk", "index_heads"):
-            check_at_least(0, name, getattr(self, name))
+            InvalidInput.check_at_least(0, name, getattr(self, name))
         for name in ("custom_mask", "visible"):
             if getattr(self, name) and not is_verify:
                 expected = "False, except in TARGET_VERIFY"
@@ -131,7 +130,7 @@ class GraphConfig:
         full pool has a graph. Sizes above the pool or the maximum are dropped.
         Raises InvalidInput for sizes below 1 and where no size is left.
         """
-        check_at_least(1, "pool_size", pool_size)
+        InvalidInput.check_at_least(1, "pool_size", pool_size)
         if chosen is not None:
             if not chosen or min(chosen) < 1:
                 raise InvalidInput("chosen", got=list(chosen), expected="batch sizes from 1 up")
@@ -142,7 +141,7 @@ class GraphConfig:
             sizes = {1, 2, 4, *range(8, 161, 8)}
         if max_batch_size is None:
             max_batch_size = MAX_GRAPH_BATCH_SIZE if chosen is None else max(sizes)
-        check_at_least(1, "max_batch_size", max_batch_size)
+        InvalidInput.check_at_least(1, "max_batch_size", max_batch_size)
         if max(sizes) > pool_size:
             sizes |= {pool_size - 1, pool_size}
         limit = min(pool_size, max_batch_size)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.facts.errors import GraphUnsupported, in_brief
+from attnmux.core.facts.errors import AttnmuxError, GraphUnsupported
 from attnmux.core.find.graphs import GROUP
 from attnmux.core.find.plugins import admitted_points
 from attnmux.core.graph.config import GraphConfig
@@ -94,7 +94,7 @@ class DeviceGraphs(ABC):
             make: Any = point.load()
             graphs: DeviceGraphs = make(device)
         except Exception as error:  # a plugin may raise anything
-            said = f"{owner}'s graphs of {kind!r} devices: {in_brief(error)}"
+            said = f"{owner}'s graphs of {kind!r} devices: {AttnmuxError.in_brief(error)}"
             raise GraphUnsupported(said) from error
         return graphs
 

@@ -11,7 +11,7 @@ import torch
 
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.op import forward_context
+from attnmux.core.contract.op import ForwardContext
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
@@ -60,7 +60,7 @@ class GraphRunner:
         progress: Progress = show_progress,
         ranks: CapturingRanks | None = None,
     ) -> None:
-        """forward: called with the padded batch and inputs, inside `forward_context`.
+        """forward: called with the padded batch and inputs, inside `ForwardContext.enter`.
 
         inputs: the model's inputs besides the batch, by name. progress: shown on rank 0 only.
         ranks: those whose collectives the step holds.
@@ -170,7 +170,7 @@ class GraphRunner:
 
     def _capture(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> _Captured:
         def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
-            with forward_context(self._backend, batch):
+            with ForwardContext.enter(self._backend, batch):
                 return self._outputs.store(self._forward(batch, inputs), batch.num_tokens)
 
         step = GraphStep(

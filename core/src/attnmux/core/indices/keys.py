@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.contract.arguments import check_at_least, check_lens, check_table, described
+from attnmux.core.contract.arguments import check_lens, check_table, described
 from attnmux.core.contract.tables import RequestTable
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices._segments import lay_out, page_numbers, store
@@ -48,7 +48,7 @@ def _columns(
     source: torch.Tensor | RequestTable, page_size: int, kv_start: torch.Tensor | None
 ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     """The table to read, its columns from one page to the next, and kv_start in its columns."""
-    check_at_least(1, "page_size", page_size)
+    InvalidInput.check_at_least(1, "page_size", page_size)
     if isinstance(source, torch.Tensor):
         return source, page_size, kv_start
     table, tokens = source.columns_for(page_size)
@@ -81,7 +81,7 @@ def page_table(
     source, step, first = _columns(req_to_token, page_size, kv_start)
     batch_size = check_table(source, req_pool_indices)
     check_lens("kv_lens", kv_lens, batch_size)
-    check_at_least(1, "width_multiple", width_multiple)
+    InvalidInput.check_at_least(1, "width_multiple", width_multiple)
     width = table_width(kv_lens, page_size, max_len, width_multiple, out)
     if first is None:
         # At the start of each page that begins within the table

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.contract.arguments import check_at_least, check_lens, front
+from attnmux.core.contract.arguments import check_lens, front
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices._segments import lay_out, store
 
 
@@ -23,7 +24,7 @@ def uniform_indptr(
     batch_size: int, step: int, *, device: torch.device | str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[B + 1]: 0, step, 2 · step, … for requests that all have `step` tokens."""
-    check_at_least(1, "step", step)
+    InvalidInput.check_at_least(1, "step", step)
     result = torch.arange(0, batch_size * step + 1, step, dtype=torch.int32, device=device)
     return store(result, out, torch.int32)
 
@@ -53,7 +54,7 @@ def kv_indptr(
     kv_lens: [B] int32, keys a request.
     """
     check_lens("kv_lens", kv_lens)
-    check_at_least(1, "page_size", page_size)
+    InvalidInput.check_at_least(1, "page_size", page_size)
     pages = kv_lens if page_size == 1 else (kv_lens + (page_size - 1)) // page_size
     return cu_seqlens(pages, out=out)
 

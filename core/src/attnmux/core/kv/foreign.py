@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.contract.arguments import check_at_least, described
+from attnmux.core.contract.arguments import described
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.token_pools import LatentPool, PairPool
 
@@ -61,7 +61,7 @@ class ForeignMLAPool(LatentPool):
 
 def _storage(first: torch.Tensor, page_size: int) -> dict[str, Any]:
     """What a pool of such buffers is made with, apart from its layers."""
-    check_at_least(1, "page_size", page_size)
+    InvalidInput.check_at_least(1, "page_size", page_size)
     size, dtype, device = first.shape[0] - page_size, first.dtype, first.device
     return {"size": size, "page_size": page_size, "dtype": dtype, "device": device}
 

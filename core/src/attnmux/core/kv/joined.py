@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
 from attnmux.core.facts.errors import InvalidInput
@@ -213,7 +212,7 @@ class SWAKVPool(JoinedKVPool):
         seq_len: tokens of the request. The next one, at place seq_len, sees keys from
         seq_len - sliding_window_size on. With several windows, pass the widest.
         """
-        check_at_least(1, "page_size", page_size)
+        InvalidInput.check_at_least(1, "page_size", page_size)
         if sliding_window_size < 0:
             return 0
         return max(seq_len - sliding_window_size, 0) // page_size * page_size

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.contract.arguments import check_at_least, check_vector, described
+from attnmux.core.contract.arguments import check_vector, described
 from attnmux.core.contract.tables import RequestTable
 from attnmux.core.facts.errors import InvalidInput, PoolExhausted
 
@@ -36,7 +36,7 @@ class ReqToTokenPool(RequestTable):
         int64 tensor of them.
         Raises PoolExhausted, changing nothing, when fewer rows are free.
         """
-        check_at_least(0, "num_requests", num_requests)
+        InvalidInput.check_at_least(0, "num_requests", num_requests)
         rest = self._available - num_requests
         if rest < 0:
             raise PoolExhausted(

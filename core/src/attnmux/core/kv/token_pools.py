@@ -6,12 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
-from attnmux.core.kv.quantise import SCALE_DTYPE, check_width, quantise, scale_bytes, stored_parts
-from attnmux.core.kv.rows import words_of, write_rows
+from attnmux.core.contract.quantise import (
+    SCALE_DTYPE,
+    check_width,
+    quantise,
+    scale_bytes,
+    stored_parts,
+)
+from attnmux.core.contract.rows import words_of, write_rows
+from attnmux.core.facts.errors import InvalidInput
 
 
 class PairPool(KVPool):
@@ -152,7 +158,7 @@ class MHATokenToKVPool(PairPool):
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name in ("num_kv_heads", "head_dim", "v_head_dim"):
-            check_at_least(1, name, getattr(self, name))
+            InvalidInput.check_at_least(1, name, getattr(self, name))
         layers, dims = len(self.layer_ids), (head_dim, self.v_head_dim)
         self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
         if dtype == FP4_DTYPE:
@@ -229,8 +235,8 @@ class MLATokenToKVPool(LatentPool):
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
         self.check_whole_bytes("MLA's latents")
-        check_at_least(1, "kv_lora_rank", kv_lora_rank)
-        check_at_least(1, "qk_rope_head_dim", qk_rope_head_dim)
+        InvalidInput.check_at_least(1, "kv_lora_rank", kv_lora_rank)
+        InvalidInput.check_at_least(1, "qk_rope_head_dim", qk_rope_head_dim)
         shape = (self.num_slots, 1, kv_lora_rank + qk_rope_head_dim)
         buffers = self._allocate([shape] * len(self.layer_ids), dtype, "MLA KV pool")
         rows = dict(zip(self.layer_ids, buffers, strict=True))

@@ -17,7 +17,7 @@ from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.debug import check_batch, check_types
 from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
-from attnmux.core.facts.errors import InvalidInput, PluginError
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.linear.layer import (
     ConvCall,
     LinearCall,
@@ -152,10 +152,10 @@ class LinearAttentionBackend(StepBackend):
         """Run d draft tokens a request, d being `batch.drafts().draft_token_num`. Writes `call.out`
         and the first d of `states.draft_state` in the requests' rows.
 
-        Raises PluginError unless the backend overrides it, as those do whose card has the phase
+        Raises AttnmuxError unless the backend overrides it, as those do whose card has the phase
         "verify".
         """
-        raise PluginError(f"{type(self).__name__} verifies no drafts")
+        raise AttnmuxError(f"{type(self).__name__} verifies no drafts")
 
     def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
         """Run a convolution over d draft tokens a request. Writes `call.out` and the first
@@ -163,7 +163,7 @@ class LinearAttentionBackend(StepBackend):
 
         Raises as `forward_verify` does.
         """
-        raise PluginError(f"{type(self).__name__} verifies no drafts")
+        raise AttnmuxError(f"{type(self).__name__} verifies no drafts")
 
 
 def check_drafts(states: StatePool, batch: ForwardBatch) -> None:

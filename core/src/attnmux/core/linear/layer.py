@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from attnmux.core.contract.arguments import check_at_least, check_tensor
+from attnmux.core.contract.arguments import check_tensor
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import LinearKind
 
@@ -68,9 +68,9 @@ class LinearLayerSpec:
         if not self.has_state and not self.conv_dims:
             raise InvalidInput("conv_dims", got=(), expected="a convolution in kind 'conv'")
         for dim in self.conv_dims:
-            check_at_least(1, "conv_dims", dim)
+            InvalidInput.check_at_least(1, "conv_dims", dim)
         if self.conv_dims:
-            check_at_least(1, "conv_size", self.conv_size)
+            InvalidInput.check_at_least(1, "conv_size", self.conv_size)
 
     @property
     def has_state(self) -> bool:

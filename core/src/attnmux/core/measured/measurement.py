@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from attnmux.core.facts.axis import Demand
-from attnmux.core.facts.checks import NAME, Check, is_whole
+from attnmux.core.facts.fields import Check, Name, Positive
 from attnmux.core.facts.questions import Question
 from attnmux.core.facts.records import Record, is_figure
 
@@ -15,7 +16,10 @@ STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "p
 DECIDED = ("page_size", "kv_dtype")
 """Values that the solver decides where the request leaves them open."""
 
-ERROR = Check("0 or more units, or none", lambda value: value in (None, 0) or is_figure(value))
+Error = Annotated[
+    float | None,
+    Check("0 or more units, or none", lambda error: error in (None, 0) or is_figure(error)),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,28 +33,22 @@ class Measurement(Record):
     noun = "measurement"
     listed = "measurements"
     keyed_by = ("phase", "shape", "workload")
-    checks = {  # noqa: RUF012  # a ClassVar of Record
-        **dict.fromkeys(("phase", "shape", "workload"), NAME),
-        "batch_size": Check("requests, or none", lambda value: value is None or is_whole(value, 1)),
-        "conformant": Check("true or false", lambda value: isinstance(value, bool)),
-        **dict.fromkeys(("rms_error", "worst_error"), ERROR),
-    }
 
-    phase: str
-    shape: str
+    phase: Name
+    shape: Name
     """`Measurement.shape_of` the question. Without a page size in it, the backend preferred its
     own."""
-    workload: str
+    workload: Name
     """The timed batch, as the benchmark calls it: "batch=32,kv=4096". Only equal workloads are
     compared."""
     conformant: bool
     """Whether the backend passed its conformance check in this phase, with these versions."""
-    batch_size: int | None = None
+    batch_size: Annotated[Positive | None, Check("requests, or none")] = None
     """Requests of a decode step that device graphs are captured for, so that the choice can depend
     on the batch size; None for other steps."""
-    rms_error: float | None = None
+    rms_error: Error = None
     """None: the error was not measured."""
-    worst_error: float | None = None
+    worst_error: Error = None
 
     @staticmethod
     def shape_of(question: Question) -> str:

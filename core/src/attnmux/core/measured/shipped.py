@@ -15,9 +15,9 @@ from typing import Any
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.figures import Figures, product_of
-from attnmux.core.facts.checks import NAME, TEXT, Check, by_name, check_fields, tuple_of
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.files import read_file
+from attnmux.core.facts.fields import Name, read_fields
+from attnmux.core.facts.files import Files
 from attnmux.core.facts.frozen import FrozenMapping, Plain
 from attnmux.core.facts.libraries import Libraries, specifiers, within
 from attnmux.core.facts.platform import Platform
@@ -41,7 +41,7 @@ class Source(Plain):
     Raises InvalidInput for fields of other types and ranges that cannot be parsed.
     """
 
-    backend: str
+    backend: Name
     """`plugin/name`."""
     versions: Mapping[str, str]
     """Ranges of versions that the figures hold for, by distribution."""
@@ -53,19 +53,13 @@ class Source(Plain):
     """"decode mha bfloat16": what passed the conformance suite before it was timed."""
 
     def __post_init__(self) -> None:
-        ranges = by_name("ranges of versions by name of distribution", str)
-        versions = by_name("texts by name of distribution", str)
-        known: Mapping[str, Check] = {"backend": NAME, "versions": ranges}
-        known = {**known, "measured_with": versions, "build": TEXT, "passed": tuple_of(str)}
-        check_fields("figures of a backend", self, known)
+        read_fields(self, "figures of a backend")
         for name, text in self.versions.items():
             try:
                 specifiers(text)
             except ValueError:
                 argument = f"figures of {self.backend}, versions of {name}"
                 raise InvalidInput(argument, got=repr(text), expected="a range, >=1,<2") from None
-        for field in ("versions", "measured_with"):
-            object.__setattr__(self, field, FrozenMapping(getattr(self, field)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +127,7 @@ class Shipped:
         missing, unknown or mistyped fields, a device that is not the name's, and unknown workloads;
         for times that are not positive or not one for each source."""
         try:
-            data = json.loads(read_file(str(file), MOST_BYTES))
+            data = json.loads(Files.read(str(file), MOST_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}")
             del data["format"]

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmux.core.facts.files import read_file, replacing
+from attnmux.core.facts.files import Files
 
 MOST_BYTES = 64_000_000
 
@@ -30,7 +30,7 @@ class Store(NamedTuple):
         try:
             if self.path is None:
                 return {}
-            content = json.loads(read_file(str(self.path), MOST_BYTES, own=True))
+            content = json.loads(Files.read(str(self.path), MOST_BYTES, own=True))
         except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
@@ -41,5 +41,5 @@ class Store(NamedTuple):
             return
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path, mode=0o600) as file:
+            with Files.replacing(self.path, mode=0o600) as file:
                 json.dump(content, file)

@@ -2,9 +2,6 @@
 
 from attnmux.core.adapters.library import KernelLibrary as KernelLibrary
 from attnmux.core.adapters.library import LibraryBackend as LibraryBackend
-from attnmux.core.adapters.library import filled as filled
-from attnmux.core.adapters.library import imported as imported
-from attnmux.core.adapters.library import trying as trying
 from attnmux.core.adapters.page_tables import KeyGroup as KeyGroup
 from attnmux.core.adapters.page_tables import Keys as Keys
 from attnmux.core.adapters.page_tables import PageTables as PageTables
@@ -13,13 +10,8 @@ from attnmux.core.adapters.paged import DecodeStep as DecodeStep
 from attnmux.core.adapters.paged import KeyLens as KeyLens
 from attnmux.core.adapters.paged import PagedBackend as PagedBackend
 from attnmux.core.adapters.paged import PagedLayer as PagedLayer
-from attnmux.core.adapters.pools_and_rows import LATENT_DIM as LATENT_DIM
-from attnmux.core.adapters.pools_and_rows import ROPE_DIM as ROPE_DIM
-from attnmux.core.adapters.pools_and_rows import aligned as aligned
-from attnmux.core.adapters.pools_and_rows import check_latent as check_latent
-from attnmux.core.adapters.pools_and_rows import is_aligned as is_aligned
-from attnmux.core.adapters.pools_and_rows import is_writable as is_writable
-from attnmux.core.adapters.pools_and_rows import joined as joined
+from attnmux.core.adapters.pools_and_rows import LatentRows as LatentRows
+from attnmux.core.adapters.pools_and_rows import Rows as Rows
 from attnmux.core.adapters.rehearsal import rehearse as rehearse
 from attnmux.core.adapters.rehearsal import rehearse_convolutions as rehearse_convolutions
 from attnmux.core.adapters.rehearsal import smallest_batches as smallest_batches
@@ -67,9 +59,7 @@ from attnmux.core.contract.steps import prepared as prepared
 from attnmux.core.contract.tree_masks import check_trees as check_trees
 from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts
 from attnmux.core.faces import lazy_face as lazy_face
-from attnmux.core.facts.errors import PluginError as PluginError
-from attnmux.core.facts.files import opened as opened
-from attnmux.core.facts.files import read_file as read_file
+from attnmux.core.facts.files import Files as Files
 from attnmux.core.facts.launches import Job as Job
 from attnmux.core.facts.launches import Together as Together
 from attnmux.core.facts.launches import Trial as Trial
@@ -79,7 +69,6 @@ from attnmux.core.facts.values import TREE_MASKS as TREE_MASKS
 from attnmux.core.facts.values import OptionValue as OptionValue
 from attnmux.core.find.cpu import bare_cpu as bare_cpu
 from attnmux.core.find.hooks import hookimpl as hookimpl
-from attnmux.core.find.settings import device_variables as device_variables
 from attnmux.core.find.visibility import NO_VARIABLES as NO_VARIABLES
 from attnmux.core.find.visibility import visible_devices as visible_devices
 from attnmux.core.graph.devices import CapturedGraph as CapturedGraph
@@ -94,9 +83,6 @@ from attnmux.core.indices.ragged import mask_indptr as mask_indptr
 from attnmux.core.indices.topk import IndexRows as IndexRows
 from attnmux.core.indices.topk import token_rows as token_rows
 from attnmux.core.indices.topk import topk_slots as topk_slots
-from attnmux.core.kv.quantise import quantise as quantise
-from attnmux.core.kv.quantise import unpack_rows as unpack_rows
-from attnmux.core.kv.rows import gather_rows as gather_rows
 from attnmux.core.linear.backend import LinearAttentionBackend as LinearAttentionBackend
 from attnmux.core.linear.convolutions import NewTokens as NewTokens
 from attnmux.core.linear.convolutions import PlainConvolutions as PlainConvolutions

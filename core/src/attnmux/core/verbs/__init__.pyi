@@ -20,7 +20,6 @@ from attnmux.core.cli.tables import plain_console as plain_console
 from attnmux.core.cli.tables import plain_table as plain_table
 from attnmux.core.facts.axes import AXES as AXES
 from attnmux.core.facts.axis import Axis as Axis
-from attnmux.core.facts.files import check_replaceable as check_replaceable
 from attnmux.core.facts.questions import Question as Question
 from attnmux.core.facts.records import Device as Device
 from attnmux.core.facts.records import Record as Record

@@ -22,7 +22,7 @@ import math
 import torch
 from torch.library import Library
 
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.emulators.intel.xpu import visible
 from attnmux.emulators.nvidia.dense import attend
 from attnmux.intel import VLLMXPUKernels
@@ -216,7 +216,7 @@ def _check_tensors(
 
 
 # Before the operator is looked for: where the package's own library loads, it defines it.
-KERNELS = imported(VLLMXPUKernels, "vllm_xpu_kernels.flash_attn_interface")
+KERNELS = KernelLibrary.imported(VLLMXPUKernels, "vllm_xpu_kernels.flash_attn_interface")
 
 library = Library("_vllm_fa2_C", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 if not hasattr(torch.ops._vllm_fa2_C, "varlen_fwd"):

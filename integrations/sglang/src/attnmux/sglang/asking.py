@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attnmux.core import InvalidInput, Request
 
 if TYPE_CHECKING:
-    from attnmux.core import Decision, LaunchFacts, Platform
+    from attnmux.core import Decision, Platform
 
 NAME = "attnmux"
 """Of SGLang's attention backend."""
@@ -107,15 +107,17 @@ def ask(request: Request, platform: Platform) -> Request:
     return made
 
 
-def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
+def launch(
+    decision: Decision, model: str, *, tp: int = 1, kv_dtype_skip: str | None = None
+) -> list[str]:
     """The server's command. Raises InvalidInput as `ask` does."""
     request, platform = decision.request, decision.platform
     words = ["python", "-m", "sglang.launch_server", "--model-path", model]
     if platform.device_type != "cuda":
         words += ["--device", platform.device_type]
     words += [*_phase_words(request), "--page-size", str(decision.page_size)]
-    if facts.tp > 1:
-        words += ["--tp-size", str(facts.tp)]
+    if tp > 1:
+        words += ["--tp-size", str(tp)]
     words += ["--dtype", str(request.dtype)]
     words += _kv_words(decision.kv_dtype, request.dtype, platform)
     if request.deterministic:

@@ -14,7 +14,7 @@ __all__ = ["VllmInterfaceWarning"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # the class, which is imported late
-    """`AttnmuxBackend`. Raises PluginError for a vLLM without the interfaces that it uses."""
+    """`AttnmuxBackend`. Raises AttnmuxError for a vLLM without the interfaces that it uses."""
     if name != "AttnmuxBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     INTEGRATION.require(BACKEND)

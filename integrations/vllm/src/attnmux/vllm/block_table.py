@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import InvalidInput, RequestTable, check_at_least
+from attnmux.core import InvalidInput, RequestTable
 
 
 class BlockTable(RequestTable):
@@ -22,7 +22,7 @@ class BlockTable(RequestTable):
 
         Raises InvalidInput for a number below 1 and PoolExhausted when memory does not suffice.
         """
-        check_at_least(1, "page_size", page_size)
+        InvalidInput.check_at_least(1, "page_size", page_size)
         super().__init__(size, max_blocks * page_size, device)
         self.page_size = page_size
         self.block_table = self._allocate(max_blocks, "columns")

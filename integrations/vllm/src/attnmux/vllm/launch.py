@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from attnmux.vllm.asking import KV_DTYPES, ask, refuse
 
 if TYPE_CHECKING:
-    from attnmux.core import Decision, LaunchFacts
+    from attnmux.core import Decision
 
 __all__ = ["ask", "install", "launch"]
 
@@ -35,7 +35,9 @@ vllm/transformers_utils/model_arch_config_convertor.py in vLLM 0.33; Gemma 4 has
 says so."""
 
 
-def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
+def launch(
+    decision: Decision, model: str, *, tp: int = 1, kv_dtype_skip: str | None = None
+) -> list[str]:
     """The server's command, with all that the decision rests on.
 
     A page size of 1 that nobody asked for is left to vLLM: every page size will do.
@@ -49,9 +51,9 @@ def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
     words += ["--dtype", str(request.dtype)]
     if decision.page_size > 1 or request.origins.get("page_size") == "user":
         words += ["--block-size", str(decision.page_size)]
-    words += _cache_words(decision, facts)
-    if facts.tp > 1:
-        words += ["--tensor-parallel-size", str(facts.tp)]
+    words += _cache_words(decision, kv_dtype_skip)
+    if tp > 1:
+        words += ["--tensor-parallel-size", str(tp)]
     if request.spec_draft_tokens:
         drafts = {**LOOKUP, "num_speculative_tokens": request.spec_draft_tokens - 1}
         words += ["--speculative-config", json.dumps(drafts)]
@@ -73,7 +75,7 @@ def _check_images(model: str) -> None:
         refuse("model", kind, f"{expected} --language-model-only, without images")
 
 
-def _cache_words(decision: Decision, facts: LaunchFacts) -> list[str]:
+def _cache_words(decision: Decision, kv_dtype_skip: str | None) -> list[str]:
     """The KV dtype, if it is not the model's, and the layers that keep the model's."""
     names = {group.kv_dtype for group in decision.groups}
     quantised = sorted(name for name in names if name in KV_DTYPES)
@@ -81,8 +83,8 @@ def _cache_words(decision: Decision, facts: LaunchFacts) -> list[str]:
     if stored == decision.request.dtype:
         return []
     words = ["--kv-cache-dtype", stored]
-    if facts.kv_dtype_skip:
-        words += ["--kv-cache-dtype-skip-layers", *_skipped(facts.kv_dtype_skip)]
+    if kv_dtype_skip:
+        words += ["--kv-cache-dtype-skip-layers", *_skipped(kv_dtype_skip)]
     return words
 
 

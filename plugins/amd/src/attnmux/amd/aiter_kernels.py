@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,9 @@ FUNCTIONS = ("unified_attention", "extend_attention", "mla_decode_rope")
 
 
 def _provider(package: str) -> Callable[[], AiterKernels]:
-    return partial(imported, AiterKernels, *(f"{package}.{name}" for name in FUNCTIONS))
+    return partial(
+        KernelLibrary.imported, AiterKernels, *(f"{package}.{name}" for name in FUNCTIONS)
+    )
 
 
 PROVIDERS = {

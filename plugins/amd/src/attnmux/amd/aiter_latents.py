@@ -16,15 +16,7 @@ import torch
 from attnmux.amd.aiter_kernels import AiterKernels
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import (
-    LATENT_DIM,
-    LibraryBackend,
-    PageTables,
-    check_latent,
-    filled,
-    joined,
-    mask_indptr,
-)
+from attnmux.core.plugin import LatentRows, LibraryBackend, PageTables, mask_indptr
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -88,7 +80,7 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         self._slot_dtype = torch.int64 if far else torch.int32
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
-        check_latent(layer)
+        LatentRows.check(layer)
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer(group=-1, rows=None)
@@ -134,10 +126,10 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
     def attend(
         self, call: AttentionCall, layer: LatentLayer, step: LatentStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        q = joined(call.q, call.q_rope)
+        q = LatentRows.joined(call.q, call.q_rope)
         out = call.out
         if out is None:
-            out = q.new_empty((*q.shape[:2], LATENT_DIM))
+            out = q.new_empty((*q.shape[:2], LatentRows.LATENT_DIM))
         if batch.forward_mode.is_decode():
             self._decode(call, q, out, layer, step)
         else:
@@ -154,19 +146,19 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
     ) -> None:
         if layer.rows is None:
             raise call.layer.not_in_pool()
-        cached = filled(step.cached)[layer.group]
+        cached = LibraryBackend.filled(step.cached)[layer.group]
         splits = _splits(q.shape[0] * -(-q.shape[1] // HEADS))
         # The last value of a row is the part's LSE.
-        parts = q.new_empty((*q.shape[:2], splits, LATENT_DIM + 1), dtype=torch.float32)
+        parts = q.new_empty((*q.shape[:2], splits, LatentRows.LATENT_DIM + 1), dtype=torch.float32)
         self.kernels.decode_attention_fwd_grouped_rope(
             q=q,
             k_buffer=layer.rows,
-            v_buffer=layer.rows[..., :LATENT_DIM],
+            v_buffer=layer.rows[..., : LatentRows.LATENT_DIM],
             o=out,
             kv_indptr=cached.indptr,
             kv_indices=cached.indices,
             k_pe_tokens=None,
-            kv_lora_rank=LATENT_DIM,
+            kv_lora_rank=LatentRows.LATENT_DIM,
             rotary_dim=0,
             cos_sin_cache=None,
             positions=None,
@@ -198,16 +190,16 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         elif layer.rows is None:
             raise call.layer.not_in_pool()
         else:
-            rows, cached = layer.rows, filled(step.cached)[layer.group]
+            rows, cached = layer.rows, LibraryBackend.filled(step.cached)[layer.group]
         if own.dtype != q.dtype:
             raise InvalidInput("k", got=own.dtype, expected=f"{q.dtype}, as q is")
         self.kernels.extend_attention_fwd(
             q_extend=q,
             k_extend=own,
-            v_extend=own[..., :LATENT_DIM],
+            v_extend=own[..., : LatentRows.LATENT_DIM],
             o_extend=out,
             k_buffer=rows,
-            v_buffer=rows[..., :LATENT_DIM],
+            v_buffer=rows[..., : LatentRows.LATENT_DIM],
             qo_indptr=bounds,
             kv_indptr=cached.indptr,
             kv_indices=cached.indices,

@@ -29,18 +29,13 @@ from attnmux.amd.aiter_mla_steps import (
 from attnmux.amd.aiter_mla_work import HEADS as PLANNED_HEADS
 from attnmux.amd.aiter_mla_work import PlannedWork
 from attnmux.amd.slot_lists import SlotLists, slot_groups, slot_lists, without_keys
-from attnmux.core import InvalidInput
+from attnmux.core import InvalidInput, KVPool
 from attnmux.core.plugin import (
-    LATENT_DIM,
     KernelLibrary,
+    LatentRows,
     LibraryBackend,
     PageTables,
-    check_latent,
-    filled,
-    imported,
-    is_writable,
-    joined,
-    quantise,
+    Rows,
     rehearse,
 )
 
@@ -99,7 +94,7 @@ class AiterMLABackend(
         self._groups = slot_groups(context)
 
     def prepare_layer(self, layer: LayerSpec) -> AiterMLALayer:
-        check_latent(layer)
+        LatentRows.check(layer)
         if layer.tp_q_head_num not in (*HEADS, *PLANNED_HEADS):
             raise InvalidInput(
                 f"layer {layer.layer_id}",
@@ -191,12 +186,12 @@ class AiterMLABackend(
     def attend(
         self, call: AttentionCall, layer: AiterMLALayer, step: AiterMLAStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        q, out = joined(call.q, call.q_rope), call.out
-        if out is None or not is_writable(out):
-            out = q.new_empty((*q.shape[:2], LATENT_DIM))
+        q, out = LatentRows.joined(call.q, call.q_rope), call.out
+        if out is None or not Rows.is_writable(out):
+            out = q.new_empty((*q.shape[:2], LatentRows.LATENT_DIM))
         rows, cached = self._keys(call, layer, step)
         arguments = {
-            "q": quantise(q, rows.dtype, None),
+            "q": KVPool.quantise(q, rows.dtype, None),
             "kv_buffer": rows,
             "o": out,
             "qo_indptr": step.tables.query_bounds(out.device),
@@ -221,11 +216,11 @@ class AiterMLABackend(
         if not call.has_own_kv:
             if layer.rows is None:
                 raise call.layer.not_in_pool()
-            return layer.rows, filled(step.cached)[layer.group]
+            return layer.rows, LibraryBackend.filled(step.cached)[layer.group]
         if call.k is None or call.k_rope is None:
             raise call.layer.not_in_pool()
         call.check_keys_dtype(call.k, call.k_rope)
-        own = joined(call.k, call.k_rope).unsqueeze(1)
+        own = LatentRows.joined(call.k, call.k_rope).unsqueeze(1)
         numbers = torch.arange(len(own), dtype=torch.int32, device=own.device)
         return own, SlotLists(indptr=step.tables.query_bounds(own.device), indices=numbers)
 
@@ -243,7 +238,7 @@ def _check_dtypes(context: BackendContext) -> None:
 make = KernelLibrary(
     address="amd/aiter_mla",
     backend=AiterMLABackend,
-    providers={"aiter": partial(imported, AiterMLAKernels, "aiter.mla", "aiter")},
+    providers={"aiter": partial(KernelLibrary.imported, AiterMLAKernels, "aiter.mla", "aiter")},
     trial=rehearse,
     hint="AITER needs ROCm's PyTorch and Triton, and builds its launcher with hipcc; "
     "pip install 'attnmux-amd[aiter]'",

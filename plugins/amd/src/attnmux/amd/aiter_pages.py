@@ -17,9 +17,9 @@ from attnmux.core.plugin import (
     DecodeBuffers,
     DecodeStep,
     KeyGroup,
+    LibraryBackend,
     PagedBackend,
     PagedLayer,
-    filled,
 )
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, Decode
     ) -> None:
         if layer.group is None or layer.kv is None:
             raise call.layer.not_in_pool()
-        keys, tables = filled(step.keys)[layer.group], step.tables
+        keys, tables = LibraryBackend.filled(step.keys)[layer.group], step.tables
         self.kernels.unified_attention(
             q=call.q,
             k=layer.kv[0],

@@ -6,15 +6,15 @@ Each card has its own module, `cards/<backend>.py`. Importing this module import
 from __future__ import annotations
 
 from attnmux.amd.cards import CARDS
-from attnmux.core import Platform
-from attnmux.core.plugin import BackendCard, device_variables, hookimpl
+from attnmux.core import Platform, Settings
+from attnmux.core.plugin import BackendCard, hookimpl
 
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
     from attnmux.amd.probe import probe  # noqa: PLC0415  # in the child that asks for devices
 
-    return probe(variables=device_variables())
+    return probe(variables=Settings.device_variables())
 
 
 @hookimpl

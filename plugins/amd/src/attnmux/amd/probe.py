@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from attnmux.core import Platform
-from attnmux.core.plugin import NO_VARIABLES, PluginError, installed_version, visible_devices
+from attnmux.core import AttnmuxError, Platform
+from attnmux.core.plugin import NO_VARIABLES, installed_version, visible_devices
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 ROCM_VERSION = "opt/rocm/.info/version"
@@ -44,7 +44,7 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -
     but the product's name on many boards. `root` is where /sys and /opt are; `variables` are those
     of the environment that hide devices.
 
-    Raises PluginError where the topology is there and cannot be read.
+    Raises AttnmuxError where the topology is there and cannot be read.
     """
     nodes = root / TOPOLOGY
     if not nodes.is_dir():
@@ -146,7 +146,7 @@ def _properties(path: Path) -> dict[str, int]:
         # The kernel refuses the devices that the container's device list leaves out
         return {}
     except OSError as error:
-        raise PluginError(f"the topology of AMD devices cannot be read: {error}") from error
+        raise AttnmuxError(f"the topology of AMD devices cannot be read: {error}") from error
     pairs = (line.split() for line in text.splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 

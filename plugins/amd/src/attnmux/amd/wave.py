@@ -15,16 +15,8 @@ import torch
 
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.amd.wave_kernels import PROVIDERS, Compiled, Heads, WaveKernels
-from attnmux.core import InvalidInput, check_at_least
-from attnmux.core.plugin import (
-    KernelLibrary,
-    LibraryBackend,
-    PageTables,
-    aligned,
-    filled,
-    is_writable,
-    rehearse,
-)
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KernelLibrary, LibraryBackend, PageTables, Rows, rehearse
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -67,7 +59,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         Raises InvalidInput for layers, pools and options that the kernels do not serve.
         """
         self._splits = int(str(options.get("num_kv_splits", 8)))
-        check_at_least(1, "num_kv_splits", self._splits)
+        InvalidInput.check_at_least(1, "num_kv_splits", self._splits)
         self._compiled: dict[Heads, tuple[tuple[Compiled, Compiled], Compiled]] = {}
         super().__init__(context, options, kernels)
         self._groups = slot_groups(context)
@@ -108,7 +100,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         self, call: AttentionCall, layer: WaveLayer, step: WaveStep, batch: ForwardBatch
     ) -> torch.Tensor:
         out = call.out
-        if out is None or not is_writable(out):
+        if out is None or not Rows.is_writable(out):
             out = call.q.new_empty((*call.q.shape[:2], call.layer.v_head_dim))
         if batch.forward_mode.is_decode():
             self._decode(call, out, layer, step)
@@ -121,11 +113,11 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
     ) -> None:
         if layer.kv is None:
             raise call.layer.not_in_pool()
-        cached = filled(step.cached)[layer.group]
+        cached = LibraryBackend.filled(step.cached)[layer.group]
         attend, merge = layer.decode
         parts = out.new_empty((self._splits, *out.shape), dtype=torch.float32)
         parts_lse = out.new_empty((self._splits, *out.shape[:2]), dtype=torch.float32)
-        q = aligned(call.q.contiguous())
+        q = Rows.aligned(call.q.contiguous())
         attend(q, *layer.kv, cached.indptr, cached.indices, parts, parts_lse)
         merge(parts, parts_lse, cached.indptr, out)
 
@@ -139,7 +131,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
     ) -> None:
         bounds = step.tables.query_bounds(out.device)
         if call.k is not None and call.v is not None:
-            k, v = aligned(call.k.contiguous()), aligned(call.v.contiguous())
+            k, v = Rows.aligned(call.k.contiguous()), Rows.aligned(call.v.contiguous())
         elif layer.kv is None:
             raise call.layer.not_in_pool()
         else:
@@ -151,8 +143,8 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         if call.has_own_kv or layer.kv is None:
             rows, cached = (k, v), SlotLists(indptr=torch.zeros_like(bounds), indices=bounds)
         else:
-            rows, cached = layer.kv, filled(step.cached)[layer.group]
-        q, longest = aligned(call.q.contiguous()), step.tables.max_seqlen_q
+            rows, cached = layer.kv, LibraryBackend.filled(step.cached)[layer.group]
+        q, longest = Rows.aligned(call.q.contiguous()), step.tables.max_seqlen_q
         layer.extend(q, k, v, *rows, bounds, cached.indptr, cached.indices, longest, out)
 
     def _kernels_of(self, layer: LayerSpec) -> tuple[tuple[Compiled, Compiled], Compiled]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class WaveKernels:
 
 PROVIDERS = {
     "wave-lang": lambda: WaveKernels.of(
-        imported(WaveLang, *(f"wave_lang.kernel.wave.{name}" for name in MODULES))
+        KernelLibrary.imported(WaveLang, *(f"wave_lang.kernel.wave.{name}" for name in MODULES))
     )
 }
 

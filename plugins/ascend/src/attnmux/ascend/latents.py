@@ -25,14 +25,7 @@ from attnmux.ascend.npu_kernels import (
     causal_mask,
 )
 from attnmux.core import GraphUnsupported, InvalidInput
-from attnmux.core.plugin import (
-    LATENT_DIM,
-    KeyGroup,
-    PagedBackend,
-    PageTables,
-    check_latent,
-    joined,
-)
+from attnmux.core.plugin import KeyGroup, LatentRows, PagedBackend, PageTables
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -76,7 +69,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         self._mask = causal_mask(context.device)
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
-        check_latent(layer)
+        LatentRows.check(layer)
         if layer.tp_q_head_num > MOST_HEADS:
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)
@@ -142,10 +135,10 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         context_lens: torch.Tensor,
         lens: HostLens,
     ) -> torch.Tensor:
-        q = joined(call.q, call.q_rope).contiguous()
+        q = LatentRows.joined(call.q, call.q_rope).contiguous()
         out = call.out
         if out is None or not out.is_contiguous():
-            out = q.new_empty((*q.shape[:2], LATENT_DIM))
+            out = q.new_empty((*q.shape[:2], LatentRows.LATENT_DIM))
         self.kernels.paged_attention_mla(
             query=q,
             key_cache=cache,
@@ -154,7 +147,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
             scale_value=call.layer.scaling,
             block_table=page_table.contiguous(),
             context_lens=context_lens,
-            mla_vheadsize=LATENT_DIM,
+            mla_vheadsize=LatentRows.LATENT_DIM,
             out=out,
         )
         if lens.rows_without_keys:
@@ -169,14 +162,14 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
             pad(each[:count], (0, 0, 0, more)).contiguous()
             for each in (call.q, call.rotary_queries())
         )
-        latents = pages[..., :LATENT_DIM].contiguous()
+        latents = pages[..., : LatentRows.LATENT_DIM].contiguous()
         is_causal = not chunks.has_one_query_each
         out, _ = self.kernels.fused_infer_attention_score(
             q,
             key=latents,
             value=latents,
             query_rope=q_rope,
-            key_rope=pages[..., LATENT_DIM:].contiguous(),
+            key_rope=pages[..., LatentRows.LATENT_DIM :].contiguous(),
             num_query_heads=heads + more,
             num_key_value_heads=1,
             softmax_scale=call.layer.scaling,

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from attnmux.core import Platform
-from attnmux.core.plugin import NO_VARIABLES, PluginError
+from attnmux.core import AttnmuxError, Platform
+from attnmux.core.plugin import NO_VARIABLES
 
 NODES = "dev/davinci[0-9]*"
 PCI = "sys/bus/pci/devices"
@@ -65,7 +65,7 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -
     bus says what they are. `root` is where /dev, /sys and /usr are; `variables` are those of the
     environment that hide devices.
 
-    Raises PluginError where npu-smi fails, hangs or prints no chip, and where nothing says what the
+    Raises AttnmuxError if npu-smi fails, hangs or prints no chip, and if nothing says what the
     devices are.
     """
     nodes = list(root.glob(NODES))
@@ -75,7 +75,7 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -
     if program is not None:
         devices = [_device(match, root) for match in CHIP.finditer(_table(program))]
         if not devices:
-            raise PluginError(f"{program} info lists no chip, but {len(nodes)} device nodes exist")
+            raise AttnmuxError(f"{program} info lists no chip, but {len(nodes)} device nodes exist")
     else:
         devices = [Device(arch=_arch_on_the_bus(root), name="", memory=0)] * len(nodes)
     devices = _visible(devices, variables.get("ASCEND_RT_VISIBLE_DEVICES"))
@@ -120,12 +120,12 @@ def _table(program: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise PluginError(f"{program} info gave no answer in {SECONDS:g} s") from error
+        raise AttnmuxError(f"{program} info gave no answer in {SECONDS:g} s") from error
     except OSError as error:
-        raise PluginError(f"{program} cannot be run: {error}") from error
+        raise AttnmuxError(f"{program} cannot be run: {error}") from error
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing")[-300:]
-        raise PluginError(f"{program} info ended with {done.returncode} and said: {said}")
+        raise AttnmuxError(f"{program} info ended with {done.returncode} and said: {said}")
     return done.stdout
 
 
@@ -134,7 +134,7 @@ def _device(match: re.Match[str], root: Path) -> Device:
     # An A3's chip is a mere "Ascend910", which the name of its PCI device tells apart
     arch = _arch_of(name) or _arch_at(root / PCI / address)
     if not arch:
-        raise PluginError(
+        raise AttnmuxError(
             f"npu-smi names the chip {name!r} at {address}, which this version of attnmux-ascend "
             "does not know"
         )
@@ -160,7 +160,7 @@ def _arch_on_the_bus(root: Path) -> str:
     found = sorted({arch for path in (root / PCI).glob("*") if (arch := _arch_at(path))})
     if len(found) != 1:
         said = " and ".join(found) or "no NPU that is known"
-        raise PluginError(f"npu-smi is not on the PATH, and the PCI bus shows {said}")
+        raise AttnmuxError(f"npu-smi is not on the PATH, and the PCI bus shows {said}")
     return found[0]
 
 

@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from attnmux.ascend.host_lens import HostLens
 from attnmux.ascend.npu_kernels import NPUKernels
 from attnmux.ascend.ring_parts import RingPart, prefix_parts
-from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
-from attnmux.core.plugin import LibraryBackend, gather_rows
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, KVPool
+from attnmux.core.plugin import LibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -159,7 +159,7 @@ class AscendRingBackend(LibraryBackend[NPUKernels, RingLayer, RingStep, None]):
         if layer.kv is None:
             raise call.layer.not_in_pool()
         slots = self.context.token_to_kv_pool.translate(step.slots[part], call.layer.layer_id)
-        return gather_rows(layer.kv[0], slots), gather_rows(layer.kv[1], slots)
+        return KVPool.gather_rows(layer.kv[0], slots), KVPool.gather_rows(layer.kv[1], slots)
 
     def _add(
         self,

@@ -10,7 +10,6 @@ from pathlib import Path
 from attnmux.core.plugin import (
     ANY,
     NONE,
-    TREE_MASKS,
     BackendCard,
     Build,
     Clause,
@@ -124,7 +123,7 @@ TORCH_NATIVE = BackendCard(
     name="torch_native",
     summary="attention in plain torch operations, on any device, without graphs",
     factory="attnmux.cpu.torch_native:TorchNativeBackend",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(
@@ -186,7 +185,7 @@ NATIVE = BackendCard(
     name="native",
     summary="C++ for the CPU's own level: rows are read where they lie, in any page size",
     factory="attnmux.cpu.native:NativeBackend",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(
@@ -333,7 +332,7 @@ FLEX_ATTENTION = BackendCard(
     name="flex_attention",
     summary="torch's compiled flex_attention: pages are read where they lie, masks are compiled in",
     factory="attnmux.cpu.flex_attention:FlexAttentionBackend",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(

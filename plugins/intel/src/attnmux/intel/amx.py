@@ -19,10 +19,10 @@ from attnmux.core.plugin import (
     KernelLibrary,
     KeyGroup,
     Keys,
+    LatentRows,
+    LibraryBackend,
     PagedBackend,
     PageTables,
-    filled,
-    joined,
     rehearse,
 )
 from attnmux.intel.amx_layers import AMXLayer, check_layer
@@ -113,7 +113,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
         spec = call.layer
         if call.q.dtype != torch.bfloat16:
             raise InvalidInput("q", got=call.q.dtype, expected="torch.bfloat16")
-        q = joined(call.q, call.q_rope) if spec.kind == "mla" else call.q
+        q = LatentRows.joined(call.q, call.q_rope) if spec.kind == "mla" else call.q
         out = call.out
         if out is None or not out.is_contiguous():
             out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
@@ -121,7 +121,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
             keys, rows = self._decode(call, q, out, layer, step)
         else:
             keys, rows = self._extend(call, q, out, layer, step, batch)
-        out.masked_fill_(filled(step.hidden), 0)
+        out.masked_fill_(LibraryBackend.filled(step.hidden), 0)
         if spec.kind == "mla":
             bounds = step.tables.query_bounds(out.device)
             replace_nan(q, out, rows, keys, bounds, spec.scaling)
@@ -138,7 +138,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
         """Returns the keys of each request, and the rows of K that they name."""
         if layer.group is None or layer.kv is None:
             raise call.layer.not_in_pool()
-        table, lens = step.tables.keys[layer.group].page_table, filled(step.seq_lens)
+        table, lens = step.tables.keys[layer.group].page_table, LibraryBackend.filled(step.seq_lens)
         # A part's result, then its LSE.
         splits = _splits(step.tables.max_seqlen_k)
         parts = q.new_empty((*out.shape[:2], splits, out.shape[2] + 1), dtype=torch.float32)
@@ -172,7 +172,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
         """Returns like `_decode`."""
         own = self._own_rows(call, layer, batch)
         bounds = step.tables.query_bounds(out.device)
-        new_lens = filled(step.new_lens)
+        new_lens = LibraryBackend.filled(step.new_lens)
         if call.has_own_kv:
             # All keys are new, so that the kernel reads neither the table nor the pool.
             kv, lens = own, new_lens.long()
@@ -181,7 +181,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
         elif layer.group is None or layer.kv is None:
             raise call.layer.not_in_pool()
         else:
-            kv, lens = layer.kv, filled(step.seq_lens)
+            kv, lens = layer.kv, LibraryBackend.filled(step.seq_lens)
             table = step.tables.keys[layer.group].page_table
         self.kernels.extend_attention_cpu(
             q_extend=q,

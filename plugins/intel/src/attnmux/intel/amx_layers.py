@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import ROPE_DIM, KeyGroup
+from attnmux.core.plugin import KeyGroup, LatentRows
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec
@@ -42,7 +42,7 @@ def check_layer(layer: LayerSpec) -> None:
         "logit_cap": layer.logit_cap > 0,
         "sinks over latents": layer.kind == "mla" and layer.sinks is not None,
         f"a rotary part of {layer.qk_rope_head_dim}": layer.kind == "mla"
-        and layer.qk_rope_head_dim != ROPE_DIM,
+        and layer.qk_rope_head_dim != LatentRows.ROPE_DIM,
     }
     got = [name for name, is_set in unserved.items() if is_set]
     if got:

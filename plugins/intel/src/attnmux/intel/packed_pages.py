@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from attnmux.core.plugin import (
-    KeyGroup,
-    Keys,
-    PagedLayer,
-    aligned,
-    filled,
-    is_writable,
-)
+from attnmux.core.plugin import KeyGroup, Keys, LibraryBackend, PagedLayer, Rows
 from attnmux.intel.packed_steps import PackedBackend, PackedStep
 
 if TYPE_CHECKING:
@@ -83,10 +76,10 @@ class PackedPagesBackend(PackedBackend[K]):
             return call.empty_result()
         keys, (k, v) = self._keys(call, layer, step, requests)
         out = call.out
-        if out is None or not is_writable(out):
+        if out is None or not Rows.is_writable(out):
             out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
         operands = Operands(
-            q=aligned(call.q[:count].contiguous()),
+            q=Rows.aligned(call.q[:count].contiguous()),
             out=out[:count],
             k=k,
             v=v,
@@ -110,4 +103,4 @@ class PackedPagesBackend(PackedBackend[K]):
             return requests.own_pages(page_size, page_size, call.k, call.v)
         if layer.group is None or layer.kv is None:
             raise call.layer.not_in_pool()
-        return requests.keys(filled(step.keys)[layer.group]), layer.kv
+        return requests.keys(LibraryBackend.filled(step.keys)[layer.group]), layer.kv

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attnmux.core import GraphUnsupported, InvalidInput
-from attnmux.core.plugin import DecodeStep, PagedBackend, filled
+from attnmux.core.plugin import DecodeStep, LibraryBackend, PagedBackend
 from attnmux.intel.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
@@ -47,4 +47,4 @@ class PackedBackend(PagedBackend[K, Any, PackedStep, None], Generic[K]):
         pool = self.context.token_to_kv_pool
         if call.q.dtype != pool.dtype:
             raise InvalidInput("q", got=call.q.dtype, expected=f"{pool.dtype}, as the pool is")
-        return filled(step.requests)
+        return LibraryBackend.filled(step.requests)

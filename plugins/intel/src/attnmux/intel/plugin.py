@@ -5,8 +5,8 @@ Each card has its own module, `cards/<backend>.py`. Importing this module import
 
 from __future__ import annotations
 
-from attnmux.core import Platform
-from attnmux.core.plugin import BackendCard, device_variables, hookimpl
+from attnmux.core import Platform, Settings
+from attnmux.core.plugin import BackendCard, hookimpl
 from attnmux.intel.cards import CARDS
 
 
@@ -14,7 +14,7 @@ from attnmux.intel.cards import CARDS
 def attnmux_platforms() -> list[Platform]:
     from attnmux.intel.probe import probe  # noqa: PLC0415  # in the child that asks for devices
 
-    return probe(variables=device_variables())
+    return probe(variables=Settings.device_variables())
 
 
 @hookimpl

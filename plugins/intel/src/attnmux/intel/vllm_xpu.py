@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import KernelLibrary, PagedLayer, filled, imported, rehearse
+from attnmux.core.plugin import KernelLibrary, LibraryBackend, PagedLayer, rehearse
 from attnmux.intel.packed_pages import Operands, PackedPagesBackend
 from attnmux.intel.packed_steps import PackedStep
 from attnmux.intel.vllm_xpu_shapes import PAGE_STEP, SHAPES
@@ -37,7 +37,7 @@ def load_kernels() -> VLLMXPUKernels:
     """Raises ImportError where the package is missing, or its library of operators does not load:
     the module itself imports all the same."""
     import_module("vllm_xpu_kernels._vllm_fa2_C")
-    return imported(VLLMXPUKernels, "vllm_xpu_kernels.flash_attn_interface")
+    return KernelLibrary.imported(VLLMXPUKernels, "vllm_xpu_kernels.flash_attn_interface")
 
 
 class VLLMXPUBackend(PackedPagesBackend[VLLMXPUKernels]):
@@ -70,7 +70,11 @@ class VLLMXPUBackend(PackedPagesBackend[VLLMXPUKernels]):
     def launch(self, operands: Operands, layer: PagedLayer, step: PackedStep) -> None:
         # A longest request that no request reaches keeps the function off the decode kernel.
         deterministic = self.context.request.deterministic
-        longest = step.tables.max_seqlen_q if deterministic else filled(step.requests).longest
+        longest = (
+            step.tables.max_seqlen_q
+            if deterministic
+            else LibraryBackend.filled(step.requests).longest
+        )
         self.kernels.flash_attn_varlen_func(
             q=operands.q,
             k=operands.k,

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import (
-    LATENT_DIM,
-    KeyGroup,
-    aligned,
-    check_latent,
-    filled,
-    is_writable,
-)
+from attnmux.core.plugin import KeyGroup, LatentRows, LibraryBackend, Rows
 from attnmux.intel.packed_steps import PackedBackend, PackedStep
 from attnmux.intel.xpu_library import XPUKernels
 
@@ -53,7 +46,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
     """MLA, prefill and decode."""
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
-        check_latent(layer)
+        LatentRows.check(layer)
         if layer.tp_q_head_num > MOST_HEADS:
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)
@@ -100,22 +93,22 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
             return keys, pages
         if layer.group is None or layer.cache is None:
             raise call.layer.not_in_pool()
-        return requests.keys(filled(step.keys)[layer.group]), layer.cache
+        return requests.keys(LibraryBackend.filled(step.keys)[layer.group]), layer.cache
 
     def _decode(
         self, call: AttentionCall, cache: torch.Tensor, keys: Keys, step: PackedStep
     ) -> torch.Tensor:
         (batch_size, heads, _), page_size = call.q.shape, cache.shape[1]
         out = call.out
-        if out is None or not is_writable(out):
-            out = call.q.new_empty((batch_size, heads, LATENT_DIM))
+        if out is None or not Rows.is_writable(out):
+            out = call.q.new_empty((batch_size, heads, LatentRows.LATENT_DIM))
         size = self.kernels.flash_mla_get_workspace_size(
             keys.page_table.shape[1] * page_size, batch_size, heads, page_size, AUTOMATIC
         )
         self.kernels.flash_mla_decode(
             out=out,
-            q_nope=aligned(call.q.contiguous()),
-            q_pe=aligned(call.rotary_queries().contiguous()),
+            q_nope=Rows.aligned(call.q.contiguous()),
+            q_pe=Rows.aligned(call.rotary_queries().contiguous()),
             kv_c_and_k_pe_cache=cache,
             seq_lens=keys.lens.contiguous(),
             page_table=keys.page_table.contiguous(),
@@ -135,15 +128,15 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
         requests: PackedRequests,
     ) -> torch.Tensor:
         (rows, heads, _), count = call.q.shape, requests.num_queries
-        out = call.q.new_empty((-(-count // TILE) * TILE, heads, LATENT_DIM))
+        out = call.q.new_empty((-(-count // TILE) * TILE, heads, LatentRows.LATENT_DIM))
         longest = requests.longest
         if longest % TILE == 0:
             # It keeps the kernel off its largest tile, which other requests may end within.
             longest += 1
         self.kernels.flash_mla_prefill(
             out=out,
-            q_nope=aligned(call.q[:count].contiguous()),
-            q_pe=aligned(call.rotary_queries()[:count].contiguous()),
+            q_nope=Rows.aligned(call.q[:count].contiguous()),
+            q_pe=Rows.aligned(call.rotary_queries()[:count].contiguous()),
             kv_c_and_k_pe_cache=cache,
             cu_seqlens_q=bounds,
             seq_lens=keys.lens.contiguous(),
@@ -155,6 +148,6 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
             num_kv_splits=AUTOMATIC,
         )
         if rows > len(out):
-            out = torch.cat([out, out.new_empty((rows - len(out), heads, LATENT_DIM))])
+            out = torch.cat([out, out.new_empty((rows - len(out), heads, LatentRows.LATENT_DIM))])
         out[count:rows] = 0
         return out[:rows]

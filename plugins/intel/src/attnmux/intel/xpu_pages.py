@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import PagedLayer, filled
+from attnmux.core.plugin import LibraryBackend, PagedLayer
 from attnmux.intel.packed_pages import Operands, PackedPagesBackend
 from attnmux.intel.packed_steps import PackedStep
 from attnmux.intel.xpu_library import XPUKernels
@@ -66,7 +66,7 @@ class XPUPagesBackend(PackedPagesBackend[XPUKernels]):
             page_table=operands.keys.page_table,
             cu_seqlens_q=operands.bounds,
             cu_seqlens_k=operands.keys.lens,
-            max_seqlen_q=filled(step.requests).longest,
+            max_seqlen_q=LibraryBackend.filled(step.requests).longest,
             max_seqlen_k=step.tables.max_seqlen_k,
             out=operands.out,
             **layer.arguments,

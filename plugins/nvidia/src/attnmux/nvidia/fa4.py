@@ -19,15 +19,13 @@ import torch
 
 from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
 from attnmux.core.plugin import (
-    LATENT_DIM,
     KernelLibrary,
     KeyGroup,
+    LatentRows,
     PagedBackend,
     PagedLayer,
     PageTables,
-    aligned,
-    check_latent,
-    imported,
+    Rows,
     rehearse,
 )
 from attnmux.nvidia.kernel_rows import store_lse
@@ -93,7 +91,7 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
         group = KeyGroup.of(layer, self.context)
         if layer.kind == "mla":
             rows = self.context.latent_pages(layer, group.page_size)
-            kv = rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
+            kv = rows[..., LatentRows.LATENT_DIM :], rows[..., : LatentRows.LATENT_DIM]
         else:
             kv = self.context.kv_pages(layer, group.page_size)
         return PagedLayer(arguments=arguments, group=group, kv=kv)
@@ -124,9 +122,9 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
     ) -> torch.Tensor:
         is_latent = call.layer.kind == "mla"
         if is_latent:
-            q, qv = aligned(call.rotary_queries()), aligned(call.q)
+            q, qv = Rows.aligned(call.rotary_queries()), Rows.aligned(call.q)
         else:
-            q, qv = aligned(call.q), None
+            q, qv = Rows.aligned(call.q), None
         result, lse = self.kernels.flash_attn_varlen_func(
             q=q,
             qv=qv,
@@ -151,8 +149,8 @@ def _keys(call: AttentionCall, layer: PagedLayer, tables: PageTables) -> dict[st
     if k is not None and v is not None and not call.save_kv_cache:
         call.check_keys_dtype(k, v)
         return {
-            "k": aligned(k),
-            "v": aligned(bounded(v, tables.batch_size)),
+            "k": Rows.aligned(k),
+            "v": Rows.aligned(bounded(v, tables.batch_size)),
             "cu_seqlens_k": tables.query_bounds(k.device),
             "max_seqlen_k": tables.max_seqlen_q,
         }
@@ -170,7 +168,7 @@ def _keys(call: AttentionCall, layer: PagedLayer, tables: PageTables) -> dict[st
 
 def _check_layer(layer: LayerSpec) -> None:
     if layer.kind == "mla":
-        check_latent(layer)
+        LatentRows.check(layer)
         return
     unserved = {
         "is_causal=False": not layer.is_causal,
@@ -201,7 +199,7 @@ def compile_kernels(backend: AttentionBackend) -> None:
 make = KernelLibrary(
     address="nvidia/fa4",
     backend=FA4Backend,
-    providers={"flash_attn.cute": partial(imported, FA4Kernels, "flash_attn.cute")},
+    providers={"flash_attn.cute": partial(KernelLibrary.imported, FA4Kernels, "flash_attn.cute")},
     trial=compile_kernels,
     hint="flash_attn.cute compiles its kernels when they are first called, with the releases of "
     "nvidia-cutlass-dsl and quack-kernels that it was made for; pip install 'attnmux-nvidia[fa4]'",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 
 from attnmux.core import InvalidInput, torch_dtype
-from attnmux.core.plugin import check_latent
+from attnmux.core.plugin import LatentRows
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
-    """The context's layers of MLA, at least one, all of which `check_latent` accepts.
+    """The context's layers of MLA, at least one, all of which `LatentRows.check` accepts.
 
     The others belong to the expanded prefill, which decoding never calls.
     Raises InvalidInput where there is none, and for dims that no kernel is built for.
@@ -28,7 +28,7 @@ def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
         kinds = sorted({layer.kind for layer in context.layers})
         raise InvalidInput("layers", got=f"those of {kinds}", expected="one of mla or more")
     for layer in layers:
-        check_latent(layer)
+        LatentRows.check(layer)
     return layers
 
 

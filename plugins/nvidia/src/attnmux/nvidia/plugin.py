@@ -6,8 +6,8 @@ neither torch nor a kernel library.
 
 from __future__ import annotations
 
-from attnmux.core import Platform
-from attnmux.core.plugin import BackendCard, device_variables, hookimpl
+from attnmux.core import Platform, Settings
+from attnmux.core.plugin import BackendCard, hookimpl
 from attnmux.nvidia.cards import CARDS
 
 
@@ -15,7 +15,7 @@ from attnmux.nvidia.cards import CARDS
 def attnmux_platforms() -> list[Platform]:
     from attnmux.nvidia.probe import probe  # noqa: PLC0415  # in the child that asks for devices
 
-    return probe(variables=device_variables())
+    return probe(variables=Settings.device_variables())
 
 
 @hookimpl

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from attnmux.core import Platform
-from attnmux.core.plugin import NO_VARIABLES, PluginError, visible_devices
+from attnmux.core import AttnmuxError, Platform
+from attnmux.core.plugin import NO_VARIABLES, visible_devices
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
 """Device files: of the driver under Linux, and of Windows in WSL for any vendor. Without either,
@@ -33,7 +33,7 @@ def probe(variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
     The runtime is the newest CUDA that the driver supports, which NVML reports; the toolkit that a
     kernel library was built with is that library's own requirement.
 
-    Raises PluginError where the driver is loaded and does not answer.
+    Raises AttnmuxError where the driver is loaded and does not answer.
     """
     loaded = Path(DRIVER_NODE).exists()
     if not loaded and not Path(GUEST_NODE).exists():
@@ -44,7 +44,7 @@ def probe(variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND and loaded:
-            raise PluginError(
+            raise AttnmuxError(
                 "the driver is loaded but its library libnvidia-ml.so.1 is missing: "
                 "in a container, NVIDIA_DRIVER_CAPABILITIES must include utility"
             ) from error
@@ -53,11 +53,11 @@ def probe(variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
             pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
         ):
             return []
-        raise PluginError(f"NVML does not start: {error}") from error
+        raise AttnmuxError(f"NVML does not start: {error}") from error
     try:
         return _platforms(pynvml, variables)
     except pynvml.NVMLError as error:
-        raise PluginError(f"NVML does not answer: {error}") from error
+        raise AttnmuxError(f"NVML does not answer: {error}") from error
     finally:
         pynvml.nvmlShutdown()
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from attnmux.core import InvalidInput
-from attnmux.core.plugin import quantise
+from attnmux.core import InvalidInput, KVPool
 from attnmux.nvidia.kernel_rows import FP8
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def by_major(context: BackendContext, kernels: Mapping[int, T]) -> T:
 
 def queries_like(q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """Q unscaled in the dtype of an e4m3 cache, which saturates beyond 448; else Q itself."""
-    return quantise(q, FP8, None) if cache.dtype == FP8 else q
+    return KVPool.quantise(q, FP8, None) if cache.dtype == FP8 else q
 
 
 def workspace(

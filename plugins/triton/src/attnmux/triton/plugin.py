@@ -13,7 +13,6 @@ from typing import Any
 from attnmux.core.plugin import (
     ANY,
     NONE,
-    TREE_MASKS,
     BackendCard,
     Build,
     Caveat,
@@ -204,7 +203,7 @@ TRITON = BackendCard(
     name="triton",
     summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
     factory="attnmux.triton.attention.factory:triton",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,

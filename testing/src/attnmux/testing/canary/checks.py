@@ -10,15 +10,7 @@ from itertools import chain
 
 import torch
 
-from attnmux.core import (
-    FP8_DTYPES,
-    AttentionCall,
-    AttnmuxError,
-    BackendContext,
-    ForwardBatch,
-    stored_parts,
-)
-from attnmux.core.plugin import quantise
+from attnmux.core import AttentionCall, AttnmuxError, BackendContext, ForwardBatch, KVPool
 from attnmux.testing.canary.watched import Change, kv_memory, rows_at
 from attnmux.testing.reference.sampled import Expected, RequestView, expected_at
 from attnmux.testing.run.comparison import Tolerance, lse_tolerance, output_tolerance
@@ -137,7 +129,7 @@ class CheckedStep:
         if call.k_rope is not None:
             given = [torch.cat([call.k, call.k_rope], dim=-1)]
         parts = [
-            stored_parts(rows[tokens], pool.dtype, scale)
+            KVPool.stored_parts(rows[tokens], pool.dtype, scale)
             for rows, scale in zip(given, (layer.k_scale, layer.v_scale), strict=False)
             if rows is not None
         ]
@@ -179,10 +171,10 @@ class CheckedStep:
         q = call.q[token, head]
         if call.q_rope is not None:
             q = torch.cat([q, call.q_rope[token, head]])
-        eight_bits = pool.dtype in FP8_DTYPES and not call.has_own_kv
+        eight_bits = pool.dtype in KVPool.FP8_DTYPES and not call.has_own_kv
         tolerance = output_tolerance(call.q.dtype, pool.dtype, fp8_products=eight_bits)
         # A backend that multiplies 8-bit floats rounds Q too
-        queries = [q, quantise(q, pool.dtype, None).to(q.dtype)] if eight_bits else [q]
+        queries = [q, KVPool.quantise(q, pool.dtype, None).to(q.dtype)] if eight_bits else [q]
         got = result[token, head]
         lse = None if call.lse is None else float(call.lse[token, head])
         expected = [

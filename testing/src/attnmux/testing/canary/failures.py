@@ -16,14 +16,14 @@ import torch
 from attnmux.core import (
     AttentionBackend,
     AttentionCall,
+    AttnmuxError,
     Decision,
     ForwardBatch,
     ForwardMode,
     InvalidInput,
+    KVPool,
     dtype_name,
-    in_brief,
 )
-from attnmux.core.plugin import gather_rows
 from attnmux.testing.canary.watched import kv_memory
 from attnmux.testing.canary.wrapping import WrappingBackend
 
@@ -106,7 +106,8 @@ class FailureKeeper(WrappingBackend):
         try:
             said = self._write(error, method, batch, call)
         except Exception as problem:  # e.g. a full disk, or a device that is lost
-            said = f"the failed step could not be kept in {self._folder}: {in_brief(problem)}"
+            why = AttnmuxError.in_brief(problem)
+            said = f"the failed step could not be kept in {self._folder}: {why}"
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(said)
         if self._on_kept is not None:
@@ -193,7 +194,7 @@ class FailureKeeper(WrappingBackend):
         if layer_id in pool.layer_ids:
             slots = pool.translate(table.flatten().long(), layer_id)
             for index, buffer in enumerate(kv_memory(pool, layer_id)):
-                values[f"kv.{index}"] = gather_rows(buffer, slots)
+                values[f"kv.{index}"] = KVPool.gather_rows(buffer, slots)
         return values
 
 

@@ -11,7 +11,6 @@ import click
 import torch
 
 from attnmux.core import (
-    FP8_DTYPES,
     BackendContext,
     ForwardBatch,
     ForwardMode,
@@ -25,7 +24,6 @@ from attnmux.core import (
     Request,
     SpecInput,
     Workspace,
-    stored_parts,
     torch_dtype,
 )
 from attnmux.core.verbs import Run, common_options, pass_run
@@ -71,7 +69,7 @@ def run_again(kept: KeptFailure, candidate: Candidate) -> Replayed:
     expected, expected_lse = reference.attention(
         given["q"], layer, batch, table, pool, q_rope=parts["q_rope"], **unsaved
     )
-    eight_bits = pool.dtype in FP8_DTYPES
+    eight_bits = pool.dtype in KVPool.FP8_DTYPES
     tolerance = output_tolerance(out.dtype, pool.dtype, fp8_products=eight_bits)
     try:
         worst = compare("output", out, expected, tolerance)
@@ -160,7 +158,7 @@ class _Remade:
         kept = [self._tensor(f"kv.{index}") for index in range(len(memory))]
         widths = (layer.qk_head_dim, layer.v_head_dim)[: len(memory)]
         drawn = [self._random(len(slots), layer.tp_k_head_num, width) for width in widths]
-        parts = zip(*(stored_parts(rows, pool.dtype, None) for rows in drawn), strict=True)
+        parts = zip(*(KVPool.stored_parts(rows, pool.dtype, None) for rows in drawn), strict=True)
         made = chain.from_iterable(parts)
         for buffer, rows, drawn_rows in zip(memory, kept, made, strict=True):
             put(buffer, slots, drawn_rows if rows is None else rows)

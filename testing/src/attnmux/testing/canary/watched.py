@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core import KVPool
-from attnmux.core.plugin import gather_rows
 
 
 class Change(NamedTuple):
@@ -161,4 +160,4 @@ def kv_memory(pool: KVPool, layer_id: int) -> tuple[torch.Tensor, ...]:
 
 def rows_at(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The bytes of a buffer's rows, [n, bytes] uint8."""
-    return gather_rows(buffer, slots).contiguous().flatten(1).view(torch.uint8)
+    return KVPool.gather_rows(buffer, slots).contiguous().flatten(1).view(torch.uint8)

@@ -15,16 +15,7 @@ from attnmux.core import (
     LayerSpec,
     Platform,
 )
-from attnmux.core.plugin import (
-    ANY,
-    NO_OPTIONS,
-    NONE,
-    TREE_MASKS,
-    BackendCard,
-    Clause,
-    Condition,
-    one_of,
-)
+from attnmux.core.plugin import ANY, NONE, BackendCard, Clause, Condition, one_of
 from attnmux.testing.reference.dense import (
     chunks_before,
     dense_attention,
@@ -83,7 +74,7 @@ def fake_card(**changes: Condition) -> BackendCard:
         name="fake",
         summary="The float64 reference as a backend",
         factory="attnmux.testing.fakes.backend:FakeBackend",
-        tree_masks=TREE_MASKS,
+        tree_masks=BackendCard.TREE_MASKS,
         clauses=(clause,),
     )
 
@@ -117,7 +108,9 @@ class FakeBackend(AttentionBackend):
     can get wrong is a method that tests override.
     """
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
+    ) -> None:
         super().__init__(context, options)
         self.raw: RawMetadata | None = None
         self.full: FullMetadata | None = None

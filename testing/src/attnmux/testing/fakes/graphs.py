@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
-from attnmux.core.plugin import ANY, NO_OPTIONS, BackendCard, Condition
+from attnmux.core import AttentionBackend, AttentionCall, BackendContext, ForwardBatch, LayerSpec
+from attnmux.core.plugin import ANY, BackendCard, Condition
 from attnmux.testing.fakes.backend import FakeBackend, fake_card
 from attnmux.testing.reference.dense import drafts_seen, expand_dual_chunk, visibility
 
@@ -64,7 +64,9 @@ class GraphFakeBackend(FakeBackend):
     contents of the buffers.
     """
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
+    ) -> None:
         super().__init__(context, options)
         self.states: list[GraphState] = []
 

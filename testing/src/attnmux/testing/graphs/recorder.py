@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core import attention_with_output
+from attnmux.core import RadixAttention
 from attnmux.testing.graphs import collectives as collectives
 from attnmux.testing.graphs.tape import (
     GraphViolation,
@@ -200,13 +200,13 @@ def _has_parts(func: OpOverload[..., Any]) -> bool:
     In inference mode composite operations are dispatched whole. The op of attention runs Python, of
     which a device graph holds only the kernels.
     """
-    return func is attention_with_output.default or func._can_decompose()
+    return func is RadixAttention.op.default or func._can_decompose()
 
 
 def _from_parts(
     func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:  # noqa: ANN401  # whatever the operation returns
-    if func is attention_with_output.default:
+    if func is RadixAttention.op.default:
         return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     return func.decompose(*args, **kwargs)
 

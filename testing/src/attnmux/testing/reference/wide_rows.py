@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from attnmux.core import KVPool
-from attnmux.core.plugin import gather_rows, unpack_rows
 
 
 def wide_rows(
@@ -15,8 +14,8 @@ def wide_rows(
     that they are stored in; 4-bit floats in float32, exactly. The scales of `read_scales` are still
     to be applied."""
     buffers, scales = pool.get_kv_buffer(layer_id), pool.get_scale_buffers(layer_id)
-    k, v = (gather_rows(each, slots) for each in buffers)
+    k, v = (KVPool.gather_rows(each, slots) for each in buffers)
     if scales is None:
         return k, v
-    k_scales, v_scales = (gather_rows(each, slots) for each in scales)
-    return unpack_rows(k, k_scales), unpack_rows(v, v_scales)
+    k_scales, v_scales = (KVPool.gather_rows(each, slots) for each in scales)
+    return KVPool.unpack_rows(k, k_scales), KVPool.unpack_rows(v, v_scales)

@@ -10,16 +10,9 @@ from pathlib import Path
 
 import click
 
-from attnmux.core import Measurement, NoBackend, Offer, Plugins, Settings, replacing
-from attnmux.core.verbs import (
-    Device,
-    FiniteRange,
-    Run,
-    check_replaceable,
-    common_options,
-    pass_run,
-    writing,
-)
+from attnmux.core import Measurement, NoBackend, Offer, Plugins, Settings
+from attnmux.core.plugin import Files
+from attnmux.core.verbs import Device, FiniteRange, Run, common_options, pass_run, writing
 from attnmux.testing.report.facts import Reported, reported
 from attnmux.testing.run.candidate import Candidate, find_candidate
 from attnmux.testing.verification.run import QUICK, verify_quickly
@@ -101,7 +94,7 @@ def report(
         else:
             found.append(Reported(candidate=candidate, offer=offer, summary=summary))
     data = reported(settings, plugins, platforms, found, measurements)
-    with writing(out, otherwise="name another file as --out"), replacing(out) as stream:
+    with writing(out, otherwise="name another file as --out"), Files.replacing(out) as stream:
         json.dump(data, stream, indent=1)
         stream.write("\n")
     if as_json:
@@ -122,7 +115,7 @@ def _with_results(offers: Sequence[Offer], measurements: Sequence[Measurement]) 
 
 def _check_writable(out: Path) -> None:
     """Raise before minutes of running."""
-    check_replaceable("--out", out)
+    Files.check_replaceable("--out", out)
     probe = out.with_name(f".{out.name}.probe")
     with writing(out, otherwise="name another file as --out"):
         probe.touch()

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
 
-from attnmux.core import Measurement, Offer, Platform, Plugins, Settings, in_brief
+from attnmux.core import AttnmuxError, Measurement, Offer, Platform, Plugins, Settings
 from attnmux.core.plugin import Verified, installed_version
 from attnmux.core.verbs import Device, Proven, standing
 from attnmux.testing.run.candidate import Candidate
@@ -74,7 +74,7 @@ def system() -> Mapping[str, str]:
 
         facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]  # torch's own
     except Exception as error:  # it asks many programs, and a report does without
-        return {**found, "torch": anonymous_error(in_brief(error))}
+        return {**found, "torch": anonymous_error(AttnmuxError.in_brief(error))}
     for name, value in facts.items():
         if name not in LEFT_OUT and str(value) not in UNKNOWN:
             found[name] = anonymous(str(value))

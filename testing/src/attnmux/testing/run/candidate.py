@@ -18,8 +18,6 @@ from attnmux.core import (
     Reason,
     Request,
     TunedLaunch,
-    detect,
-    load_plugins,
 )
 from attnmux.core.plugin import BackendCard, OptionValue, installed_version
 from attnmux.core.verbs import AXES, Question, check, offers_named, read_options, standing
@@ -233,17 +231,17 @@ def find_candidate(
     Raises UnknownBackend for an unknown name; InvalidInput for a name that several backends share,
     for a device that is not present, and for an option that cannot be used.
     """
-    plugins = plugins or load_plugins()
+    plugins = plugins or Plugins.load()
     offer = _offer(name, plugins.offers())
     given = read_options({offer.address: options or {}}, plugins.offers())
-    platforms = detect(plugins).platforms if platforms is None else platforms
+    platforms = plugins.detect().platforms if platforms is None else platforms
     alike = [one for one in platforms if not device or one.device_type == device.partition(":")[0]]
     if device and len(alike) > 1:
         import torch  # noqa: PLC0415  # to read cards needs none
 
-        from attnmux.core import reported_device  # noqa: PLC0415  # as above
+        from attnmux.core import Chooser  # noqa: PLC0415  # as above
 
-        report = reported_device(torch.device(device))
+        report = Chooser.reported_device(torch.device(device))
         alike = [one for one in alike if report is None or report.is_of(one)] or alike
     found = [
         Candidate(

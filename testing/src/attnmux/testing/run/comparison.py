@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnmux.core import FP8_DTYPES
+from attnmux.core import KVPool
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec
@@ -35,7 +35,7 @@ FP8_WEIGHTS_TOLERANCE = {
     # most, 2^-4 or 2^-3, of the value that it multiplies; values are normal, so that those of a row
     # with few keys may be of about 2 and cancel. The suite's Q has values of the format.
     dtype: Tolerance(atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps / 2)
-    for dtype in FP8_DTYPES
+    for dtype in KVPool.FP8_DTYPES
 }
 
 LSE_TOLERANCE = {
@@ -69,7 +69,7 @@ def lse_tolerance(
     floats. rounds_q: whether Q may have values that it rounds.
     """
     tolerance = LSE_TOLERANCE[dtype]
-    if not fp8_products or kv_dtype not in FP8_DTYPES:
+    if not fp8_products or kv_dtype not in KVPool.FP8_DTYPES:
         return tolerance
     wider = ROUNDED_Q if rounds_q else FP8_LOGIT * layer.scaling * layer.qk_head_dim
     return Tolerance(atol=tolerance.atol + wider, rtol=tolerance.rtol)

@@ -14,8 +14,7 @@ from itertools import chain
 
 import torch
 
-from attnmux.core import ForwardMode, LayerSpec, SWAKVPool, stored_parts
-from attnmux.core.plugin import gather_rows
+from attnmux.core import ForwardMode, KVPool, LayerSpec, SWAKVPool
 from attnmux.testing.cases.case import Step
 from attnmux.testing.setup.case import CaseSetup, pages_of
 
@@ -129,7 +128,7 @@ def fill_pool(
             left_over = torch.cat([left_over, torch.arange(pool.page_size, device=pool.device)])
         kept_slots = zeroed_slots if pool.slot_map(layer.layer_id) is None else no_slots
         for buffer in buffers(setup, layer.layer_id):
-            kept = gather_rows(buffer, kept_slots)
+            kept = KVPool.gather_rows(buffer, kept_slots)
             for part in in_use(setup, buffer):
                 _fill_with_nan(part)
             _leave_over(buffer, left_over)
@@ -181,7 +180,8 @@ def stored_rows(
     dtype = setup.context.token_to_kv_pool.dtype
     scales = (layer.k_scale, layer.v_scale)
     parts = [
-        stored_parts(values, dtype, scale) for values, scale in zip(rows, scales, strict=False)
+        KVPool.stored_parts(values, dtype, scale)
+        for values, scale in zip(rows, scales, strict=False)
     ]
     return tuple(chain.from_iterable(zip(*parts, strict=True)))
 

@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from attnmux.core import FP8_DTYPES, ForwardBatch, LayerSpec
-from attnmux.core.plugin import quantise
+from attnmux.core import ForwardBatch, KVPool, LayerSpec
 from attnmux.testing.cases.case import Step
 from attnmux.testing.setup.batches import make_batch, pick_topk
 from attnmux.testing.setup.case import CaseSetup
@@ -158,7 +157,11 @@ def _make_input(
 
     def draw_q(width: int) -> torch.Tensor:
         drawn = draw(num_tokens, layer.tp_q_head_num, width)
-        return drawn.copy_(quantise(drawn, kv_dtype, None)) if kv_dtype in FP8_DTYPES else drawn
+        return (
+            drawn.copy_(KVPool.quantise(drawn, kv_dtype, None))
+            if kv_dtype in KVPool.FP8_DTYPES
+            else drawn
+        )
 
     def both(
         drawn: Callable[[int], torch.Tensor], width: int

@@ -10,7 +10,7 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnmux.core import InvalidInput, Offer
-from attnmux.core.plugin import read_file
+from attnmux.core.plugin import Files
 from attnmux.core.verbs import Passes
 from attnmux.testing.run.candidate import Outcome, StepFigures
 
@@ -47,7 +47,7 @@ class KeptRun:
             offer, candidate.platform, candidate.options, repr(card), candidate.device
         )
         try:
-            lines = read_file(str(path), MOST_BYTES).splitlines() if path.exists() else []
+            lines = Files.read(str(path), MOST_BYTES).splitlines() if path.exists() else []
             head, *rest = [*_objects(lines)] or [{"subject": "", "seed": None}]
             known, drawn = head["subject"], head["seed"]
             if known != subject or seed not in (None, drawn):

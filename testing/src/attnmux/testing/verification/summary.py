@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from attnmux.core import Offer, Settings, SettingsError, replacing
-from attnmux.core.plugin import Verified, read_file
+from attnmux.core import Offer, Settings, SettingsError
+from attnmux.core.plugin import Files, Verified
 from attnmux.core.verbs import Device, Passes, writing
 from attnmux.testing.run.candidate import Candidate
 from attnmux.testing.verification.anonymous import anonymous_error
@@ -71,7 +71,7 @@ class Summary:
         """Raises SettingsError for a file that cannot be written."""
         with writing(file, otherwise="leave out --keep"):
             file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as stream:
+            with Files.replacing(file) as stream:
                 json.dump(self.to_dict(), stream, indent=1)
 
 
@@ -149,7 +149,7 @@ class Keeper:
 def read_summary(file: Path) -> Summary | None:
     """The kept summary; None where there is none, or none of this version's fields."""
     try:
-        data = json.loads(read_file(str(file), MOST_BYTES))
+        data = json.loads(Files.read(str(file), MOST_BYTES))
         return Summary(**{field.name: data[field.name] for field in fields(Summary)})
     except (OSError, ValueError, KeyError, TypeError):
         return None

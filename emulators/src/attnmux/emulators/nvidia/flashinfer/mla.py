@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.plugin import is_aligned
+from attnmux.core.plugin import Rows
 from attnmux.emulators.nvidia.dense import attend, finite_values
 from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of, refuse
 
@@ -369,7 +369,7 @@ class BatchMLAPagedAttentionWrapper:
         if any(tensor.stride(-1) != 1 for tensor in (*given, out)):
             raise NotImplementedError("the values of a row must lie together")
         heads_apart = any(t.stride(1) * t.element_size() % 16 for t in (*given, out))
-        if heads_apart or not all(map(is_aligned, (*given, out))):
+        if heads_apart or not all(map(Rows.is_aligned, (*given, out))):
             raise RuntimeError("CUDA error: misaligned address")
         if lse is not None and not lse.is_contiguous():
             raise NotImplementedError("the library writes LSE to other places")

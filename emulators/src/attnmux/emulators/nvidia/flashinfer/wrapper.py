@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.plugin import is_aligned
+from attnmux.core.plugin import Rows
 from attnmux.emulators.nvidia.flashinfer.arguments import refuse
 from attnmux.emulators.nvidia.flashinfer.numerics import (
     dense,
@@ -132,7 +132,7 @@ class Wrapper:
             raise ValueError(f"{q.dtype} over {k.dtype} does not match the plan's {self._dtypes}")
         if q.stride(-1) != 1 or q.stride(-2) != dim_qk:
             raise ValueError("the heads of a token must lie together")
-        if not all(map(is_aligned, (q, k, v, *(() if out is None else (out,))))):
+        if not all(map(Rows.is_aligned, (q, k, v, *(() if out is None else (out,))))):
             raise RuntimeError("CUDA error: misaligned address")
         if out is not None and (
             out.shape != (*q.shape[:2], dim_vo) or out.dtype != q.dtype or not out.is_contiguous()

@@ -16,6 +16,7 @@ import torch
 
 from attnmux.core import (
     AttentionBackend,
+    Chooser,
     Decision,
     Detection,
     InvalidInput,
@@ -25,8 +26,6 @@ from attnmux.core import (
     Plugins,
     PoolExhausted,
     Settings,
-    pick_platform,
-    platform_of,
 )
 from attnmux.core.verbs import Run
 from attnmux.transformers import recall
@@ -108,13 +107,13 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
     """The platform of a torch device; without one the configured or the only accelerator's.
 
     Raises InvalidInput for a device that is not here, or that this build of torch cannot use, and
-    AmbiguousPlatform as `pick_platform` does.
+    AmbiguousPlatform as `Detection.pick` does.
     """
     where = settings.where("platform")
     platform, wanted = None, settings.platform
     if device is None:
         try:
-            platform = pick_platform(detection, wanted, named=where)
+            platform = detection.pick(wanted, named=where)
         except InvalidInput:
             device = unfound_device(detection)
             if device is None:
@@ -129,7 +128,7 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
         ) from error
     if platform is not None:
         return platform
-    return platform_of(torch.device(name), detection, wanted, named=where)
+    return Chooser.platform_of(torch.device(name), detection, wanted, named=where)
 
 
 def unfound_device(detection: Detection) -> str | None:

@@ -13,10 +13,10 @@ from attnmux.core import (
     BackendContext,
     DeviceGraphs,
     ForwardBatch,
+    ForwardContext,
     GraphConfig,
     GraphRunner,
     ModelInput,
-    forward_context,
 )
 from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree
 from attnmux.transformers.draft.branch_rows import BranchRows
@@ -157,7 +157,7 @@ class DraftLoop:
             if number and topk > 1:
                 self._follow(paths.before, slots[..., :number])
             given = self._model.features_after(before.flatten())
-            with forward_context(self.backends, step):
+            with ForwardContext.enter(self.backends, step):
                 logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **given})
             before = slots[..., number]
             paths, candidates = paths.grow(

@@ -17,7 +17,6 @@ from attnmux.core import (
     GraphRunner,
     InvalidInput,
     PoolExhausted,
-    check_at_least,
 )
 from attnmux.parts import DraftTree
 from attnmux.transformers.draft.loop import DraftLoop, DraftModel, drafted_tree
@@ -123,8 +122,8 @@ class ModelProposer:
         one with a window pool, which branches cannot share. Also for a target without the hidden
         states that the head reads.
         """
-        check_at_least(1, "steps", steps)
-        check_at_least(1, "topk", topk)
+        InvalidInput.check_at_least(1, "steps", steps)
+        InvalidInput.check_at_least(1, "topk", topk)
         most = most_nodes(steps, topk)
         num = steps + 1 if draft_token_num is None else draft_token_num
         if not 2 <= num <= most:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from attnmux.core import InvalidInput, check_at_least
+from attnmux.core import InvalidInput
 from attnmux.parts import DraftTree
 from attnmux.transformers.requests.sequence import SequenceState
 
@@ -59,7 +59,7 @@ class NgramProposer:
         counts = {"draft_token_num": draft_token_num, "topk": topk, "steps": steps}
         for argument, value in counts.items():
             if value is not None:
-                check_at_least(1, argument, value)
+                InvalidInput.check_at_least(1, argument, value)
         if draft_token_num < 2:
             got = draft_token_num
             raise InvalidInput("draft_token_num", got=got, expected="the root and a draft, or more")
@@ -117,7 +117,7 @@ class NgramIndex:
 
     def __init__(self, *, min_ngram: int = 1, max_ngram: int = 4) -> None:
         """Raises InvalidInput for lengths below 1 and for a smallest above the largest."""
-        check_at_least(1, "min_ngram", min_ngram)
+        InvalidInput.check_at_least(1, "min_ngram", min_ngram)
         if max_ngram < min_ngram:
             raise InvalidInput("max_ngram", got=max_ngram, expected=f"at least {min_ngram}")
         self._lengths = range(max_ngram, min_ngram - 1, -1)

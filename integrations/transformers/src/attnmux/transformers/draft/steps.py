@@ -14,7 +14,6 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
-    check_at_least,
 )
 
 
@@ -79,7 +78,7 @@ class MultiStepDraftBackend(DispatchingBackend):
 
         Raises InvalidInput for fewer steps than 1, and for a backend of another context.
         """
-        check_at_least(1, "num_steps", num_steps)
+        InvalidInput.check_at_least(1, "num_steps", num_steps)
         made = (make(context) for _ in range(num_steps))
         self.children = tuple(each.select(ForwardMode.DECODE) for each in made)
         super().__init__(context, self.children)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from attnmux.core import PoolExhausted, check_at_least
+from attnmux.core import InvalidInput, PoolExhausted
 from attnmux.transformers.load.tokenization import TextStream, check_prompt
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.prefixes import PrefixNode
@@ -127,7 +127,7 @@ def check_request(
 ) -> None:
     """Raise InvalidInput for a prompt that the model cannot read, and PoolExhausted for a request
     that does not fit into an empty pool."""
-    check_at_least(1, "max_new_tokens", max_new_tokens)
+    InvalidInput.check_at_least(1, "max_new_tokens", max_new_tokens)
     if images is None:
         check_prompt(name, token_ids, vocabulary_size, steps.max_context_len)
     else:

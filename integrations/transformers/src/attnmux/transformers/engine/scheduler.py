@@ -6,7 +6,7 @@ import sys
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
-from attnmux.core import check_at_least
+from attnmux.core import InvalidInput
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
@@ -45,9 +45,9 @@ class Scheduler:
         steps = cache.steps
         # A step runs at least one token of every decoding request.
         limits = [steps.req_to_token_pool.size, max_running]
-        check_at_least(1, "prefill_tokens", prefill_tokens)
+        InvalidInput.check_at_least(1, "prefill_tokens", prefill_tokens)
         if max_running is not None:
-            check_at_least(1, "max_running", max_running)
+            InvalidInput.check_at_least(1, "max_running", max_running)
         self.stats = stats
         self.waiting: list[LiveRequest] = []
         self.prefilling: list[LiveRequest] = []

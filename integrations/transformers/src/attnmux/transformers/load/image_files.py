@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoProcessor
 
-from attnmux.core import InvalidInput, in_brief
+from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.processors import load_processor
 from attnmux.transformers.load.tokenization import TEMPLATE_SECONDS, within
@@ -80,7 +80,7 @@ class ImageProcessor:
             )
         except Exception as error:  # each processor has errors of its own
             expected = f"a text and images that the processor of {self._source} takes"
-            raise InvalidInput(name, got=in_brief(error), expected=expected) from error
+            raise InvalidInput(name, got=AttnmuxError.in_brief(error), expected=expected) from error
         return {key: each for key, each in inputs.items() if isinstance(each, torch.Tensor)}
 
     def _placeholder(self) -> str:
@@ -124,7 +124,7 @@ def read_image(file: str) -> Any:  # noqa: ANN401  # Pillow may be missing
         got = f"{file}, whose format Pillow does not know"
         raise InvalidInput("image", got=got, expected=expected) from error
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-        reason = getattr(error, "strerror", None) or in_brief(error)
+        reason = getattr(error, "strerror", None) or AttnmuxError.in_brief(error)
         raise InvalidInput("image", got=f"{file} ({reason})", expected=expected) from error
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attnmux.core import (
+    AttnmuxError,
+    Chooser,
     GraphUnsupported,
     InvalidInput,
     Offer,
     Platform,
-    dtype_hint,
-    in_brief,
     make_first,
 )
 from attnmux.transformers.draft.eagle_head import EagleHead
@@ -78,7 +78,7 @@ def load_runner(
     options = replace(options, launches=options.ranks.building.launches(options.launches))
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
-        hint = dtype_hint(runner.decision, offers, options.policy)
+        hint = Chooser.dtype_hint(runner.decision, offers, options.policy)
         if hint and options.dtype is None:
             warn(hint)
         if options.compile:
@@ -193,7 +193,7 @@ def _compile(runner: ModelRunner, warn: Callable[[str], None]) -> None:
     try:
         runner.compile()
     except Exception as error:  # a compiler may raise anything
-        warn(f"the model runs uncompiled: {in_brief(error)}")
+        warn(f"the model runs uncompiled: {AttnmuxError.in_brief(error)}")
 
 
 def _capture_graphs(

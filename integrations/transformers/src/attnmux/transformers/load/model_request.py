@@ -18,7 +18,6 @@ from attnmux.core import (
     LayerSpec,
     LinearLayerSpec,
     Request,
-    canonical_dtype,
     dtype_name,
     group_requests,
 )
@@ -43,7 +42,7 @@ def with_kept_dtype(
         return tuple(layers)
     own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
     kv_dtype = options.kv_dtype or scheme
-    kv_dtype = kv_dtype and canonical_dtype(kv_dtype, "kv_dtype")
+    kv_dtype = kv_dtype and Request.canonical_dtype(kv_dtype, "kv_dtype")
     kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
     return tuple(
         replace(layer, kv_dtype=own) if layer.layer_id in kept else layer for layer in layers

@@ -11,14 +11,13 @@ import torch
 
 from attnmux.core import (
     AttentionBackend,
+    AttnmuxError,
     Decision,
     InvalidInput,
     Measurement,
     Platform,
     Policy,
     TunedLaunch,
-    check_at_least,
-    in_brief,
 )
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.requests.pools import WINDOW_STEP_TOKENS
@@ -153,7 +152,7 @@ class RunnerOptions:
             device = torch.device(name)
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            got = f"{name} ({in_brief(error)})"
+            got = f"{name} ({AttnmuxError.in_brief(error)})"
             expected = "a device that torch can use here"
             raise InvalidInput("device", got=got, expected=expected) from error
         return device
@@ -163,7 +162,7 @@ class RunnerOptions:
         for least, names in LEAST.items():
             for name in names:
                 if (value := getattr(self, name)) is not None or name in REQUIRED:
-                    check_at_least(least, name, value)
+                    InvalidInput.check_at_least(least, name, value)
         for name, kinds in KINDS.items():
             if not isinstance(value := getattr(self, name), kinds):
                 kind = f"{kinds[0].__name__}, such as {EXAMPLES[name]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import InvalidInput, in_brief
+from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.load.checkpoint import ALWAYS, Checkpoint, quiet_transformers
 
 
@@ -26,6 +26,6 @@ def load_processor(
     except Exception as error:  # each library has errors of its own
         raise InvalidInput(
             argument,
-            got=f"{checkpoint.source}, without {what} ({in_brief(error)})",
+            got=f"{checkpoint.source}, without {what} ({AttnmuxError.in_brief(error)})",
             expected=f"a checkpoint with {files}",
         ) from error

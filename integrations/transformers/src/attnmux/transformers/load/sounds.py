@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoFeatureExtractor
 
-from attnmux.core import InvalidInput, in_brief
+from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.processors import load_processor
 
@@ -54,7 +54,7 @@ class SoundReader:
         try:
             inputs = self._extractor(samples, sampling_rate=rate, return_tensors="pt")
         except Exception as error:  # each extractor has errors of its own
-            got = f"{file}, of {len(samples)} samples ({in_brief(error)})"
+            got = f"{file}, of {len(samples)} samples ({AttnmuxError.in_brief(error)})"
             expected = f"a sound that the {type(self._extractor).__name__} takes"
             raise InvalidInput("audio", got=got, expected=expected) from error
         return {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
@@ -71,7 +71,7 @@ def read_samples(file: str, rate: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         with wave.open(file) as sound:
             facts, data = sound.getparams(), sound.readframes(sound.getnframes())
     except (OSError, EOFError, wave.Error) as error:
-        reason = getattr(error, "strerror", None) or in_brief(error)
+        reason = getattr(error, "strerror", None) or AttnmuxError.in_brief(error)
         raise InvalidInput("audio", got=f"{file} ({reason})", expected=expected) from error
     frame = facts.nchannels * facts.sampwidth
     if len(data) < facts.nframes * frame < STREAMED:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnmux.core import ForwardContext, LayerSpec, UpProjection, attention_with_output
+from attnmux.core import ForwardContext, LayerSpec, RadixAttention, UpProjection
 from attnmux.transformers.model.attention import SERVED, check_recorded, refuse_mask
 from attnmux.transformers.model.layer_call import LayerCall, read_call, traced_layer_id
 from attnmux.transformers.model.mixers.mixer import Mixer
@@ -115,7 +115,7 @@ def absorbed_forward(
         q, q_rope = projection.absorbed_queries(call.q)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         layer_id = traced_layer_id(module)
-        attention_with_output(q, latent, None, q_rope, k_rope, out, None, layer_id, True)
+        RadixAttention.op(q, latent, None, q_rope, k_rope, out, None, layer_id, True)
         return projection.outputs(out).unsqueeze(0), None
     step = ForwardContext.current()
     layer = step.backend.context.layer(call.layer_id)

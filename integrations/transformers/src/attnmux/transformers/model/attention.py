@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnmux.core import ForwardContext, InvalidInput, attention_with_output
+from attnmux.core import ForwardContext, InvalidInput, RadixAttention
 from attnmux.transformers.model.layer_call import LayerCall, read_call, shown, traced_layer_id
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def attention_forward(
     """Attention of `module`'s layer in the running step: K and V go to the pool, then the backend.
 
     Returns ([1, T, Hq, Dv], None), as transformers expects it.
-    Raises AttnmuxError outside `forward_context`; InvalidInput for what the contract does not
+    Raises AttnmuxError outside `ForwardContext.enter`; InvalidInput for what the contract does not
     have, and for a layer that is not as it was when the backend's layers were recorded.
     """
     call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
@@ -68,7 +68,7 @@ def attention_forward(
     if torch.compiler.is_compiling():
         out = call.q.new_empty((*call.q.shape[:2], call.v.shape[-1]))
         layer_id = traced_layer_id(module)
-        attention_with_output(call.q, call.k, call.v, None, None, out, None, layer_id, True)
+        RadixAttention.op(call.q, call.k, call.v, None, None, out, None, layer_id, True)
         return out.unsqueeze(0), None
     step = ForwardContext.current()
     layer = step.backend.context.layer(call.layer_id)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core import InvalidInput, in_brief
+from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.model.encoder_decoder_attention import decoder_forward, encoder_mask
 from attnmux.transformers.model.probe import Recorder, recording
 
@@ -111,7 +111,9 @@ class BatchedEncoder:
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             # Encoders raise these for sound of another length or shape than they take
             raise InvalidInput(
-                "encoder", got=in_brief(error), expected=f"inputs that {self._name} can read"
+                "encoder",
+                got=AttnmuxError.in_brief(error),
+                expected=f"inputs that {self._name} can read",
             ) from error
         rows = states.unbind(0)
         return [row[:length] for row, length in zip(rows, lens, strict=True)] if lens else [*rows]

@@ -17,7 +17,6 @@ from attnmux.core import (
     Platform,
     RankFailed,
     RanksDiffer,
-    in_brief,
 )
 from attnmux.distributed import RankGroup
 
@@ -108,7 +107,9 @@ def together(group: RankGroup, make: Callable[[], T]) -> T:
         failure = error
     backend = failure.address if isinstance(failure, BackendFailed) else ""
     reason = failure.reason if isinstance(failure, BackendFailed) else ""
-    said = group.exchange(json.dumps([backend, reason or (in_brief(failure) if failure else "")]))
+    said = group.exchange(
+        json.dumps([backend, reason or (AttnmuxError.in_brief(failure) if failure else "")])
+    )
     found = {rank: json.loads(each) for rank, each in enumerate(said)}
     failed = {rank: each for rank, each in found.items() if each[1]}
     if not failed:

@@ -18,7 +18,6 @@ from attnmux.core import (
     Policy,
     Request,
     build,
-    check_at_least,
     make_backend,
     solve_measured,
 )
@@ -57,7 +56,7 @@ class PrefillParallelRanks(GroupRanks):
         """least_tokens: new tokens of a prompt from which its steps are split; None: `TOKENS_EACH`
         for each rank. Raises InvalidInput for fewer than each rank has two chunks for."""
         least = TOKENS_EACH * group.size if least_tokens is None else least_tokens
-        check_at_least(1, "least_tokens", least)
+        InvalidInput.check_at_least(1, "least_tokens", least)
         if least < 2 * group.size:
             expected = f"at least {2 * group.size}, a token for each of 2 chunks on each rank"
             raise InvalidInput("pcp_min_tokens", got=least, expected=expected)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core import InvalidInput, free_memory
+from attnmux.core import InvalidInput, KVPool
 
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -52,7 +52,7 @@ class MemoryBudget:
         """Bytes on a device. Raises InvalidInput for a share of an unknown amount."""
         if self.nbytes is not None:
             return self.nbytes
-        free = free_memory(device)
+        free = KVPool.free_memory(device)
         if free is None or self.fraction is None:
             raise InvalidInput(
                 "memory", got=f"a share of an unknown amount on {device}", expected="bytes"

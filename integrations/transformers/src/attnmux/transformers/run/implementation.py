@@ -2,7 +2,7 @@
 
 Importing this module registers it. `model.generate()` keeps transformers' caches, and each layer
 runs on a backend that is chosen for it. `model.generate_batch()` does so after
-`allow_generate_batch(model)`. Inside `attnmux.core.forward_context` a model runs packed on the
+`allow_generate_batch(model)`. Inside `attnmux.core.ForwardContext.enter` a model runs packed on the
 context's backend, as `attention.py` says.
 """
 

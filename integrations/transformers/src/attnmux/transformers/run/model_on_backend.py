@@ -16,12 +16,12 @@ from attnmux.core import (
     BackendContext,
     Decision,
     ForwardBatch,
+    ForwardContext,
     ForwardMode,
     GraphRunner,
     InvalidInput,
     TunedLaunch,
     Workspace,
-    forward_context,
 )
 from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.draft.loop import TreeKernels
@@ -267,7 +267,7 @@ class ModelOnBackend:
             batch = stack.enter_context(part.eager(batch))
         self.backend.init_forward_metadata(batch)
         laps.lap("metadata")
-        stack.enter_context(forward_context(self.backend, batch))
+        stack.enter_context(ForwardContext.enter(self.backend, batch))
         return batch
 
     def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
@@ -284,7 +284,7 @@ class ModelOnBackend:
         inputs: Mapping[str, torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call the model on a prepared step, inside its `forward_context`.
+        """Call the model on a prepared step, inside its `ForwardContext.enter`.
 
         keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
         """

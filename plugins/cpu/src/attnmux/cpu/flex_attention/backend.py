@@ -21,7 +21,6 @@ from attnmux.core import (
     ForwardMode,
     GraphUnsupported,
 )
-from attnmux.core.plugin import NO_OPTIONS
 from attnmux.cpu.flex_attention.blocks import Tiles, block_of_page, make_tiles
 from attnmux.cpu.flex_attention.kernel import check_reach, heads_first, kernel, plain_tensors
 from attnmux.cpu.flex_attention.plan import (
@@ -46,7 +45,7 @@ class FlexAttentionBackend(AttentionBackend):
     def __init__(
         self,
         context: BackendContext,
-        options: Mapping[str, object] = NO_OPTIONS,
+        options: Mapping[str, object] = AttentionBackend.NO_OPTIONS,
         kernels: Callable[[KernelSpec], Kernel] = kernel,
     ) -> None:
         """Compile the kernels of the smallest steps of the request's phases, others when needed.

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from attnmux.core import BackendFailed, in_brief
+from attnmux.core import AttnmuxError, BackendFailed
 
 MOST_REACH = 2**31 - 1
 """Elements of K or V, from the first to the last, on a GPU."""
@@ -216,7 +216,7 @@ def kernel(spec: KernelSpec) -> Kernel:
     except Exception as error:  # Dynamo, Inductor, Triton and a compiler each raise their own
         raise BackendFailed(
             "cpu/flex_attention",
-            f"torch.compile(flex_attention) failed: {in_brief(error, lines=2)}",
+            f"torch.compile(flex_attention) failed: {AttnmuxError.in_brief(error, lines=2)}",
             hint="a CPU needs AVX2 and a C++ compiler, a GPU Triton; or choose another backend",
         ) from error
     return run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import AttentionBackend, AttnmuxError, ForwardMode, InvalidInput
-from attnmux.core.plugin import NO_OPTIONS, cu_seqlens
+from attnmux.core.plugin import cu_seqlens
 from attnmux.cpu.native.library import TYPES, Call, Keys, load
 from attnmux.cpu.spans import slots_of, spans_of, visibility
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
@@ -68,7 +68,9 @@ class Ranges:
 class NativeBackend(AttentionBackend):
     """MHA, GQA and absorbed MLA on a CPU, with any page size."""
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
+    ) -> None:
         """Raises BackendFailed where the kernels cannot be compiled, InvalidInput for pools and
         layers that they do not serve."""
         super().__init__(context, options)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import BackendFailed, Settings, replacing
-from attnmux.core.plugin import opened, read_file
+from attnmux.core import BackendFailed, Settings
+from attnmux.core.plugin import Files
 from attnmux.cpu.levels import COMPILERS, FOLDER, SECONDS, SOURCE, Level, find_compiler, serving
 
 if TYPE_CHECKING:
@@ -157,10 +157,10 @@ def _kept_library(level: Level) -> ctypes.CDLL | None:
     if path is None:
         return None
     try:
-        with opened(str(path), own=True) as descriptor:
+        with Files.opened(str(path), own=True) as descriptor:
             with open(descriptor, "rb", closefd=False) as file:
                 content = file.read()
-            if read_file(str(_seal(path)), len(_sealed(content)), own=True) != _sealed(content):
+            if Files.read(str(_seal(path)), len(_sealed(content)), own=True) != _sealed(content):
                 raise OSError("it has other bytes than those that were compiled")
             # By its name another file could be loaded than the one that was read
             of_process = f"/proc/self/fd/{descriptor}"
@@ -216,7 +216,7 @@ def _keep(content: bytes, path: Path) -> None:
     """Raises OSError where the cache folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for place, written in ((_seal(path), _sealed(content)), (path, content)):
-        with replacing(place, mode=0o700) as file:
+        with Files.replacing(place, mode=0o700) as file:
             file.buffer.write(written)
 
 

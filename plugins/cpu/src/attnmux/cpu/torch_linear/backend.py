@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core import AttentionBackend
 from attnmux.core.plugin import (
-    NO_OPTIONS,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
@@ -90,7 +90,9 @@ class TorchLinearBackend(LinearAttentionBackend):
 
     _step: ExtendStep
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
+    ) -> None:
         super().__init__(context, options)
         self._convolutions = PlainConvolutions(self.states)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.plugin import unpack_rows
+from attnmux.core import KVPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +133,7 @@ def _gather(
         scales = operands.block_scales[part]
         of_rows = scales.view(torch.uint8)[rows // num_heads, rows % num_heads]
         of_rows = of_rows.view(scales.dtype).flatten(0, 1)
-        return unpack_rows(gathered, of_rows).to(operands.dtype)
+        return KVPool.unpack_rows(gathered, of_rows).to(operands.dtype)
     if source.dtype == operands.dtype:
         return gathered
     converted = operands.scratch("converted", shape, operands.dtype)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import AttentionBackend, AttnmuxError, ForwardMode
-from attnmux.core.plugin import NO_OPTIONS, cu_seqlens, token_rows, topk_slots
+from attnmux.core.plugin import cu_seqlens, token_rows, topk_slots
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
 from attnmux.cpu.torch_native.attend import Operands, Widening, attend
 from attnmux.cpu.torch_native.plan import Plan, TileSize, make_plan
@@ -27,7 +27,9 @@ GATHERED_VALUES = 2**22
 class TorchNativeBackend(AttentionBackend):
     """Every feature of the contract, with any page size, on any device that torch has."""
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
+    ) -> None:
         super().__init__(context, options)
         self._lens: StepLens | None = None
         self._plans: dict[tuple[KeyRule, TileSize, int], Plan] = {}

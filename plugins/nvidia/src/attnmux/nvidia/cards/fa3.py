@@ -8,7 +8,6 @@ from typing import Any
 from attnmux.core.plugin import (
     ANY,
     NONE,
-    TREE_MASKS,
     BackendCard,
     Clause,
     Condition,
@@ -96,7 +95,7 @@ FA3 = BackendCard(
     name="fa3",
     summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
     factory="attnmux.nvidia.fa3.backend:make",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=REQUIRES,
     extra="fa3",
     # Over e4m3 K and V, queries and weights are rounded to e4m3 as well.

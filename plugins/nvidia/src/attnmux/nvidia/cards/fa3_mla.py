@@ -5,7 +5,6 @@ from __future__ import annotations
 from attnmux.core.plugin import (
     ANY,
     NONE,
-    TREE_MASKS,
     BackendCard,
     Clause,
     Condition,
@@ -55,7 +54,7 @@ FA3_MLA = BackendCard(
     aliases=("fa3",),
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
     factory="attnmux.nvidia.fa3.mla:make",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=REQUIRES,
     extra="fa3",
     options=(NUM_SPLITS,),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import KernelLibrary, aligned, rehearse
+from attnmux.core.plugin import KernelLibrary, Rows, rehearse
 from attnmux.nvidia.fa3.base import FA3Base
 from attnmux.nvidia.fa3.layers import KV, FA3Cache, FA3Layer
 from attnmux.nvidia.fa3.providers import PROVIDERS
@@ -61,7 +61,7 @@ class FA3Backend(FA3Base):
         )
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
-        return aligned(call.q), None
+        return Rows.aligned(call.q), None
 
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
         """Also K and V that go to the pool, if they are all keys of the step, stored unchanged."""

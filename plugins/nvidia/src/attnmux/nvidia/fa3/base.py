@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import InvalidInput
-from attnmux.core.plugin import (
-    Keys,
-    LibraryBackend,
-    PageTables,
-    aligned,
-    check_trees,
-    is_aligned,
-    is_writable,
-    quantise,
-)
+from attnmux.core import InvalidInput, KVPool
+from attnmux.core.plugin import Keys, LibraryBackend, PageTables, Rows, check_trees
 from attnmux.nvidia.fa3.layers import (
     KV,
     FA3Cache,
@@ -138,7 +129,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         """Over the prefix, and over each draft token's ancestors and itself."""
         each = step.tables.max_seqlen_q
         q, qv, out = self._operands(call, layer)
-        if out is not None and not is_writable(out):
+        if out is not None and not Rows.is_writable(out):
             out = None
         prefix, prefix_lse, *_ = self._call(
             cache.pages,
@@ -183,11 +174,11 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         q, qv = self.queries(call)
         bounds = tables.query_bounds(q.device)
         is_cross = call.layer.is_cross_attention
-        out = call.out if call.out is not None and is_aligned(call.out) else None
+        out = call.out if call.out is not None and Rows.is_aligned(call.out) else None
         result = self.kernels.flash_attn_varlen_func(
             q,
-            aligned(k),
-            aligned(bounded(v, tables.batch_size)),
+            Rows.aligned(k),
+            Rows.aligned(bounded(v, tables.batch_size)),
             bounds,
             tables.encoder_bounds(batch) if is_cross else bounds,
             qv=qv,
@@ -210,9 +201,9 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         (q, qv), out = self.queries(call), call.out
         is_quantised = layer.descales is not None
         if is_quantised:
-            q = quantise(q, FP8, None)  # beyond 448 it saturates
+            q = KVPool.quantise(q, FP8, None)  # beyond 448 it saturates
         if out is not None and not (
-            is_aligned(out) and (not is_quantised or out.dtype == torch.bfloat16)
+            Rows.is_aligned(out) and (not is_quantised or out.dtype == torch.bfloat16)
         ):
             out = None
         return q, qv, out

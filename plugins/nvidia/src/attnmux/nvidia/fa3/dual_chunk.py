@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput, torch_dtype
-from attnmux.core.plugin import (
-    KernelLibrary,
-    Keys,
-    LibraryBackend,
-    Pieces,
-    aligned,
-    is_aligned,
-    rehearse,
-)
+from attnmux.core.plugin import KernelLibrary, Keys, LibraryBackend, Pieces, Rows, rehearse
 from attnmux.nvidia.fa3.dual_chunk_regions import (
     ChunkGroup,
     Regions,
@@ -155,15 +147,15 @@ class DualChunkBackend(LibraryBackend[DualChunkKernels, DualChunkLayer, DualChun
         regions = step.in_call.get(chunk_len)
         if regions is None:
             regions = step.in_call[chunk_len] = regions_in_call(batch, chunk_len)
-        return self._over(call, aligned(k).unsqueeze(1), aligned(v).unsqueeze(1), regions)
+        return self._over(call, Rows.aligned(k).unsqueeze(1), Rows.aligned(v).unsqueeze(1), regions)
 
     def _over(
         self, call: AttentionCall, k_cache: torch.Tensor, v_cache: torch.Tensor, regions: Regions
     ) -> torch.Tensor:
         """Over caches [pages, page, Hkv, D]."""
         alone = len(regions.keys) == 1
-        out = call.out if alone and call.out is not None and is_aligned(call.out) else None
-        bounds, q, dim = regions.query_bounds, aligned(call.q), call.layer.qk_head_dim
+        out = call.out if alone and call.out is not None and Rows.is_aligned(call.out) else None
+        bounds, q, dim = regions.query_bounds, Rows.aligned(call.q), call.layer.qk_head_dim
         arguments: dict[str, Any] = {"softmax_scale": call.layer.scaling, "out": out}
         if bounds is not None:
             arguments |= {"cu_seqlens_q": bounds, "max_seqlen_q": q.shape[0]}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from attnmux.core import BackendFailed, InvalidInput
-from attnmux.core.plugin import LATENT_DIM, KeyGroup, PageTables
+from attnmux.core.plugin import KeyGroup, LatentRows, PageTables
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
@@ -159,7 +159,7 @@ class FA3Layer:
 def rotary_and_latent(context: BackendContext, layer: LayerSpec, page_size: int) -> KV:
     """[pages, page, 1, 64] and [pages, page, 1, 512], in rows of 576 values."""
     rows = context.latent_pages(layer, page_size)
-    return rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
+    return rows[..., LatentRows.LATENT_DIM :], rows[..., : LatentRows.LATENT_DIM]
 
 
 def read_num_splits(context: BackendContext, options: Mapping[str, object]) -> int:

@@ -9,13 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.plugin import (
-    ROPE_DIM,
-    KernelLibrary,
-    aligned,
-    check_latent,
-    rehearse,
-)
+from attnmux.core.plugin import KernelLibrary, LatentRows, Rows, rehearse
 from attnmux.nvidia.fa3.base import FA3Base
 from attnmux.nvidia.fa3.layers import KV, FA3Cache, FA3Layer, rotary_and_latent
 from attnmux.nvidia.fa3.providers import PROVIDERS
@@ -33,7 +27,7 @@ class FA3MLABackend(FA3Base):
     def prepare_layer(self, layer: LayerSpec) -> FA3Layer:
         """Raises InvalidInput for a layer that is not plain MLA with 512 + 64 dims, and for latents
         of another dtype than Q's."""
-        check_latent(layer)
+        LatentRows.check(layer)
         arguments: dict[str, Any] = {
             "softmax_scale": layer.scaling,
             "causal": True,
@@ -50,12 +44,12 @@ class FA3MLABackend(FA3Base):
             self.context,
             partial(rotary_and_latent, self.context),
             arguments,
-            headdim=ROPE_DIM,
+            headdim=LatentRows.ROPE_DIM,
         )
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        return aligned(call.rotary_queries()), aligned(call.q)
+        return Rows.aligned(call.rotary_queries()), Rows.aligned(call.q)
 
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
         if call.save_kv_cache or call.k is None or call.k_rope is None:

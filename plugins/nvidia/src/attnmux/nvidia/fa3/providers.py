@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.nvidia.fa3.layers import FA3Kernels
 from attnmux.nvidia.fa3.ops import from_flash_attn, from_vllm
 
 K = TypeVar("K")
 
 PROVIDERS: Mapping[str, Callable[[], FA3Kernels]] = {
-    "sgl_kernel": partial(imported, FA3Kernels, "sgl_kernel", "sgl_kernel.flash_attn"),
+    "sgl_kernel": partial(
+        KernelLibrary.imported, FA3Kernels, "sgl_kernel", "sgl_kernel.flash_attn"
+    ),
     "flash_attn_3": from_flash_attn,
     "vllm.vllm_flash_attn": from_vllm,
 }

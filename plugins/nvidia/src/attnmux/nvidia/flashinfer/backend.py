@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput
-from attnmux.core.plugin import (
-    KernelLibrary,
-    LibraryBackend,
-    aligned,
-    imported,
-    is_writable,
-    rehearse,
-    smallest_batches,
-)
+from attnmux.core.plugin import KernelLibrary, LibraryBackend, Rows, rehearse, smallest_batches
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
 from attnmux.nvidia.flashinfer.layers import FlashInferLayer, PlanGroup
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels, Planner, check_served
@@ -137,7 +129,7 @@ class FlashInferBackend(
         if not num_rows:
             return call.empty_result()
         tokens, num_heads, _ = q.shape
-        if out is None or not is_writable(out):
+        if out is None or not Rows.is_writable(out):
             out = q.new_empty((tokens, num_heads, call.layer.v_head_dim))
         base_2 = writable_lse(call.lse)
         into, lse = out, base_2
@@ -148,7 +140,7 @@ class FlashInferBackend(
             if k is not None and v is not None and not call.layer.is_cross_attention:
                 k, v = k[rows], v[rows]
         roles = step.in_pool if k is None else step.new if call.save_kv_cache else step.own
-        q = aligned(q)
+        q = Rows.aligned(q)
         if len(roles) == 1:
             self._run(roles[0], layer, step, q, k, v, into, lse)
         else:
@@ -185,7 +177,9 @@ class FlashInferBackend(
             if self._settings.reads_tiles:
                 v = bounded(v, step.batch.batch_size)
             q = q if layer.own_q_factor is None else q * layer.own_q_factor
-            wrapper.run(q, aligned(k), aligned(v), out=out, lse=lse, return_lse=lse is not None)
+            wrapper.run(
+                q, Rows.aligned(k), Rows.aligned(v), out=out, lse=lse, return_lse=lse is not None
+            )
             return
         if layer.kv is None:
             raise InvalidInput("k", got=None, expected="K and V: the pool does not store the layer")
@@ -241,7 +235,7 @@ make = KernelLibrary(
     backend=FlashInferBackend,
     providers={
         "flashinfer": partial(
-            imported,
+            KernelLibrary.imported,
             FlashInferKernels,
             "flashinfer",
             "flashinfer.decode",

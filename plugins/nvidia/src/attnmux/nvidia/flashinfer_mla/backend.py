@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, torch_dtype
-from attnmux.core.plugin import (
-    LATENT_DIM,
-    KernelLibrary,
-    LibraryBackend,
-    aligned,
-    check_latent,
-    is_aligned,
-    rehearse,
-)
+from attnmux.core.plugin import KernelLibrary, LatentRows, LibraryBackend, Rows, rehearse
 from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels, from_flashinfer
 from attnmux.nvidia.flashinfer_mla.planning import MOST_HEADS, GraphIndices, Planner, Settings
@@ -92,7 +84,7 @@ class FlashInferMLABackend(
         self._staging = Staging(context.device)
 
     def prepare_layer(self, layer: LayerSpec) -> FlashInferMLALayer:
-        check_latent(layer)
+        LatentRows.check(layer)
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}: tp_q_head_num",
@@ -171,14 +163,14 @@ class FlashInferMLABackend(
             planned = self._planned_for_call(layer.group, step)
         if scale != 1:
             q, q_rope = q * scale, q_rope * scale
-        if out is None or not is_aligned(out):
-            out = q.new_empty((*q.shape[:2], LATENT_DIM))
+        if out is None or not Rows.is_aligned(out):
+            out = q.new_empty((*q.shape[:2], LatentRows.LATENT_DIM))
         into = writable_lse(call.lse)
         if step.num_rows < q.shape[0]:
             out[step.num_rows :].zero_()
             if into is not None:
                 into[step.num_rows :].fill_(-torch.inf)
-        planned.attend(aligned(q), aligned(q_rope), latents, out, into)
+        planned.attend(Rows.aligned(q), Rows.aligned(q_rope), latents, out, into)
         if into is not None and call.lse is not None and into is not call.lse:
             call.lse.copy_(into)
         return out if scale == 1 else out.mul_(scale)
@@ -194,7 +186,7 @@ class FlashInferMLABackend(
 
 def _split(pages: torch.Tensor) -> Latents:
     """Both parts of rows [pages, page_size, 576]."""
-    return pages[..., :LATENT_DIM], pages[..., LATENT_DIM:]
+    return pages[..., : LatentRows.LATENT_DIM], pages[..., LatentRows.LATENT_DIM :]
 
 
 def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtype) -> Latents:
@@ -206,7 +198,7 @@ def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtyp
     if k_rope is None or k.dtype != dtype or k_rope.dtype != dtype:
         dtypes = f"{k.dtype} and {None if k_rope is None else k_rope.dtype}"
         raise InvalidInput("k", got=dtypes, expected=f"k and k_rope of {dtype}, as q is")
-    return aligned(k), aligned(k_rope)
+    return Rows.aligned(k), Rows.aligned(k_rope)
 
 
 def _read_settings(context: BackendContext, options: Mapping[str, object]) -> Settings:

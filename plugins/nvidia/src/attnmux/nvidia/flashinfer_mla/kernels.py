@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.plugin import LATENT_DIM, ROPE_DIM
+from attnmux.core.plugin import LatentRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +60,8 @@ class FlashInferMLAKernels:
         wrapper.plan(
             **metadata,
             num_heads=num_heads,
-            head_dim_ckv=LATENT_DIM,
-            head_dim_kpe=ROPE_DIM,
+            head_dim_ckv=LatentRows.LATENT_DIM,
+            head_dim_kpe=LatentRows.ROPE_DIM,
             page_size=page_size,
             causal=causal,
             sm_scale=sm_scale,
@@ -89,7 +89,7 @@ class FlashInferMLAKernels:
             lens["kv_indptr"],
             lens["kv_len_arr"],
             num_heads,
-            LATENT_DIM,
+            LatentRows.LATENT_DIM,
             causal,
         )
 

@@ -18,14 +18,13 @@ from torch.nn.functional import pad
 
 from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
 from attnmux.core.plugin import (
-    LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
     KernelLibrary,
     KeyGroup,
-    aligned,
-    filled,
-    imported,
+    LatentRows,
+    LibraryBackend,
+    Rows,
     rehearse,
 )
 from attnmux.nvidia.latent.base import LatentDecodeBackend
@@ -133,10 +132,10 @@ class CutlassMLABackend(
         step: CutlassMLAStep,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        keys = filled(step.keys)[layer.group]
+        keys = LibraryBackend.filled(step.keys)[layer.group]
         result = self.kernels.cutlass_mla_decode(
-            aligned(call.q),
-            aligned(call.rotary_queries()),
+            Rows.aligned(call.q),
+            Rows.aligned(call.rotary_queries()),
             layer.cache,
             keys.lens,
             keys.page_table,
@@ -186,7 +185,7 @@ def cutlass_of_vllm(
         sm_scale: float,
         num_kv_splits: int,
     ) -> torch.Tensor:
-        out = q_nope.new_empty((len(q_nope), MOST_HEADS, LATENT_DIM))
+        out = q_nope.new_empty((len(q_nope), MOST_HEADS, LatentRows.LATENT_DIM))
         no_lse = q_nope.new_empty(0, dtype=torch.float32)
         operands = (padded(q_nope), padded(q_pe), cache, seq_lens, page_table, workspace)
         decode(out, no_lse, *operands, sm_scale, num_kv_splits)
@@ -217,7 +216,7 @@ make = KernelLibrary(
     backend=CutlassMLABackend,
     providers={
         "vllm": from_vllm,
-        "sgl_kernel": partial(imported, CutlassMLAKernels, "sgl_kernel"),
+        "sgl_kernel": partial(KernelLibrary.imported, CutlassMLAKernels, "sgl_kernel"),
     },
     trial=rehearse,
 )

@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import ForwardMode, InvalidInput
+from attnmux.core import ForwardMode, InvalidInput, KVPool
 from attnmux.core.plugin import (
-    LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
     KernelLibrary,
     KeyGroup,
     KeyLens,
     Keys,
+    LatentRows,
+    LibraryBackend,
     PageTables,
-    filled,
-    joined,
-    quantise,
     rehearse,
 )
 from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8, store_lse
@@ -156,17 +154,17 @@ class FlashMLABackend(
     def attend(
         self, call: AttentionCall, layer: FlashMLALayer, step: FlashMLAStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        keys, lens = filled(step.keys)[layer.group], filled(step.lens)
+        keys, lens = LibraryBackend.filled(step.keys)[layer.group], LibraryBackend.filled(step.lens)
         each = step.tables.queries_each or 1
-        q = joined(call.q, call.q_rope)
+        q = LatentRows.joined(call.q, call.q_rope)
         if layer.is_fp8:
-            q = quantise(q, FP8, None)  # which saturates beyond 448
+            q = KVPool.quantise(q, FP8, None)  # which saturates beyond 448
         result, lse = self.kernels.flash_mla_with_kvcache(
             q.view(-1, each, *q.shape[1:]),
             layer.k_cache,
             keys.page_table,
             keys.lens,
-            LATENT_DIM,
+            LatentRows.LATENT_DIM,
             **step.schedules[layer.heads],
             **layer.arguments,
         )
@@ -180,7 +178,7 @@ class FlashMLABackend(
     def _schedule(
         self, step: FlashMLAStep, heads: int, buffers: FlashMLABuffers | None
     ) -> dict[str, Any]:
-        lens = filled(step.keys)[self._groups[0]].lens
+        lens = LibraryBackend.filled(step.keys)[self._groups[0]].lens
         rows = (step.tables.queries_each or 1) * heads
         made = self.kernels.schedule(lens, rows, self._is_fp8)
         if buffers is not None:

@@ -19,13 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core import BackendFailed, InvalidInput
-from attnmux.core.plugin import (
-    LATENT_DIM,
-    ROPE_DIM,
-    KernelLibrary,
-    joined,
-    rehearse,
-)
+from attnmux.core.plugin import KernelLibrary, LatentRows, rehearse
 from attnmux.nvidia.kernel_rows import FP8, check_bfloat16_or_fp8, latent_layers
 from attnmux.nvidia.latent.flashmla_kernels import SPARSE, NSAKernels
 from attnmux.nvidia.latent.picked import PickedBackend, lookup_arguments
@@ -33,7 +27,7 @@ from attnmux.nvidia.latent.picked import PickedBackend, lookup_arguments
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, LayerSpec
 
-WIDTH = LATENT_DIM + ROPE_DIM
+WIDTH = LatentRows.LATENT_DIM + LatentRows.ROPE_DIM
 """Of a row of Q and of the cache."""
 HEADS = (64, 128)
 """Query heads that the kernels are built for (csrc/api/sparse_prefill.cpp of FlashMLA)."""
@@ -68,10 +62,10 @@ class NSALayer:
         if q.dtype != torch.bfloat16:
             raise InvalidInput("q", got=q.dtype, expected=str(torch.bfloat16))
         if self.kernel_heads == self.num_heads:
-            return joined(q, call.q_rope)
+            return LatentRows.joined(q, call.q_rope)
         rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
-        rows[:, : self.num_heads, :LATENT_DIM] = q
-        rows[:, : self.num_heads, LATENT_DIM:] = call.rotary_queries()
+        rows[:, : self.num_heads, : LatentRows.LATENT_DIM] = q
+        rows[:, : self.num_heads, LatentRows.LATENT_DIM :] = call.rotary_queries()
         return rows
 
 
@@ -113,7 +107,7 @@ class NSABackend(PickedBackend[NSAKernels, NSALayer]):
 
     def over_call(self, call: AttentionCall, layer: NSALayer, rows: torch.Tensor) -> torch.Tensor:
         assert call.k is not None  # as has_own_kv says
-        return self._attend_to(call, layer, joined(call.k, call.k_rope), rows)
+        return self._attend_to(call, layer, LatentRows.joined(call.k, call.k_rope), rows)
 
     def _attend_to(
         self, call: AttentionCall, layer: NSALayer, cache: torch.Tensor, places: torch.Tensor
@@ -128,7 +122,7 @@ class NSABackend(PickedBackend[NSAKernels, NSALayer]):
                 kv,
                 rows,
                 layer.sm_scale * scale,
-                LATENT_DIM,
+                LatentRows.LATENT_DIM,
                 **self.kernels.constants,
             )
             parts.append(result[:, :heads] if heads < layer.kernel_heads else result)
@@ -159,7 +153,7 @@ class NSABackend(PickedBackend[NSAKernels, NSALayer]):
             torch.zeros(2, 1, WIDTH, dtype=torch.bfloat16, device=device),
             rows,
             layer.sm_scale,
-            LATENT_DIM,
+            LatentRows.LATENT_DIM,
             **self.kernels.constants,
         )
         found = float(lse[0, 0])

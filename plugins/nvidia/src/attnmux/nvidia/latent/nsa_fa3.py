@@ -12,13 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.plugin import (
-    KernelLibrary,
-    aligned,
-    is_aligned,
-    rehearse,
-    topk_slots,
-)
+from attnmux.core.plugin import KernelLibrary, Rows, rehearse, topk_slots
 from attnmux.nvidia.fa3.layers import KV, FA3Kernels, read_num_splits, rotary_and_latent
 from attnmux.nvidia.fa3.providers import providers_of
 from attnmux.nvidia.kernel_rows import by_request, latent_layers, store_lse
@@ -85,7 +79,7 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
     ) -> torch.Tensor:
         assert call.k is not None  # as has_own_kv says
         assert call.k_rope is not None
-        own = aligned(call.k_rope).unsqueeze(1), aligned(call.k).unsqueeze(1)
+        own = Rows.aligned(call.k_rope).unsqueeze(1), Rows.aligned(call.k).unsqueeze(1)
         return self._attend_to(call, layer, own, rows)
 
     def _attend_to(
@@ -95,11 +89,11 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
         if not places.shape[1]:
             return call.empty_result()
         table, lens = listed(places, places >= 0)
-        out = call.out if call.out is not None and is_aligned(call.out) else None
+        out = call.out if call.out is not None and Rows.is_aligned(call.out) else None
         result = self.kernels.flash_attn_with_kvcache(
-            by_request(aligned(call.rotary_queries()), 1),
+            by_request(Rows.aligned(call.rotary_queries()), 1),
             *kv,
-            qv=by_request(aligned(call.q), 1),
+            qv=by_request(Rows.aligned(call.q), 1),
             cache_seqlens=lens,
             page_table=table,
             out=by_request(out, 1),

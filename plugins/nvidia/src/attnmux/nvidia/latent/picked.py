@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput
-from attnmux.core.plugin import LibraryBackend, cu_seqlens, filled, shared_kernel, token_rows
+from attnmux.core.plugin import LibraryBackend, cu_seqlens, shared_kernel, token_rows
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch
@@ -81,7 +81,7 @@ class PickedBackend(LibraryBackend[K, L, PickedStep, tuple[()]]):
         if call.has_own_kv and not batch.forward_mode.is_decode():
             return self.over_call(call, layer, _rows_of_call(batch))
         table, pool = self.context.req_to_token_pool.req_to_token, self.context.token_to_kv_pool
-        slots = self.kernels.topk_slots(table, filled(step.rows), _picks(batch))
+        slots = self.kernels.topk_slots(table, LibraryBackend.filled(step.rows), _picks(batch))
         translated = pool.translate(slots, call.layer.layer_id)
         if translated is not slots:
             slots = torch.where(slots < 0, -1, translated)

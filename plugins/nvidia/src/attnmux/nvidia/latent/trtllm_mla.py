@@ -15,17 +15,14 @@ import torch
 
 from attnmux.core import ForwardMode, InvalidInput
 from attnmux.core.plugin import (
-    LATENT_DIM,
-    ROPE_DIM,
     DecodeBuffers,
     DecodeStep,
     KernelLibrary,
     KeyGroup,
     Keys,
-    filled,
-    imported,
-    is_writable,
-    joined,
+    LatentRows,
+    LibraryBackend,
+    Rows,
     rehearse,
 )
 from attnmux.nvidia.flashinfer.shared import HINT
@@ -158,7 +155,7 @@ class TRTLLMMLABackend(
 
     def fill_step(self, step: TRTLLMMLAStep, batch: ForwardBatch) -> None:
         super().fill_step(step, batch)
-        tables, keys = step.tables, filled(step.keys)
+        tables, keys = step.tables, LibraryBackend.filled(step.keys)
         for group, own in keys.items():
             _keep_to_own_pages(own, group.page_size)
         if batch.forward_mode.is_draft_extend():
@@ -185,11 +182,11 @@ class TRTLLMMLABackend(
     def attend(
         self, call: AttentionCall, layer: TRTLLMMLALayer, step: TRTLLMMLAStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        q, out, padding = joined(call.q, call.q_rope), call.out, step.padding
+        q, out, padding = LatentRows.joined(call.q, call.q_rope), call.out, step.padding
         if padding is not None:
             return padding.gather(self._decode(padding.spread(q), layer, step, None))
         each = step.tables.queries_each or 1
-        into = by_request(out, each) if out is not None and is_writable(out) else None
+        into = by_request(out, each) if out is not None and Rows.is_writable(out) else None
         result = self._decode(by_request(q, each), layer, step, into)
         step.replace_empty(result)
         if out is not None and result is into:
@@ -211,14 +208,14 @@ class TRTLLMMLABackend(
         heads = q.shape[2]
         if self._is_xqa:
             q = _padded_heads(q)
-        keys = filled(step.keys)[layer.group]
+        keys = LibraryBackend.filled(step.keys)[layer.group]
         arguments = (
             queries_like(q, layer.cache),
             layer.cache,
             self._workspace,
             NOPE,
-            LATENT_DIM,
-            ROPE_DIM,
+            LatentRows.LATENT_DIM,
+            LatentRows.ROPE_DIM,
             keys.page_table,
             keys.lens,
             step.tables.max_seqlen_k,
@@ -227,7 +224,7 @@ class TRTLLMMLABackend(
         if self._is_xqa:
             result = self.kernels.xqa_batch_decode_with_kv_cache_mla(
                 *arguments,
-                out=q.new_empty((len(q), XQA_HEADS, LATENT_DIM)),
+                out=q.new_empty((len(q), XQA_HEADS, LatentRows.LATENT_DIM)),
                 bmm1_scale=layer.scale,
                 bmm2_scale=layer.kv_scale,
             )
@@ -272,7 +269,7 @@ def _keep_to_own_pages(keys: Keys, page_size: int) -> None:
 make = KernelLibrary(
     address="nvidia/trtllm_mla",
     backend=TRTLLMMLABackend,
-    providers={"flashinfer": partial(imported, TRTLLMMLAKernels, "flashinfer.mla")},
+    providers={"flashinfer": partial(KernelLibrary.imported, TRTLLMMLAKernels, "flashinfer.mla")},
     trial=rehearse,
     hint=HINT,
 )

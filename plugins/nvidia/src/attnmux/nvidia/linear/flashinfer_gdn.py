@@ -31,19 +31,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, in_brief
+from attnmux.core import AttnmuxError, BackendFailed, InvalidInput
 from attnmux.core.plugin import (
     KernelLibrary,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
+    Rows,
     ShortConvolutions,
     StatePool,
-    imported,
-    is_writable,
     rehearse_convolutions,
     shared_kernel,
-    trying,
 )
 from attnmux.nvidia.linear.causal_convolutions import CausalConvolutions, ConvKernels
 from attnmux.nvidia.linear.gdn_inputs import (
@@ -202,9 +200,9 @@ class FlashInferGDNBackend(LinearAttentionBackend):
                 transposed(states),
                 True,
                 step.indptr.long(),
-                output=out if is_writable(out) else None,
+                output=out if Rows.is_writable(out) else None,
             )
-            if not is_writable(out):
+            if not Rows.is_writable(out):
                 out.copy_(found)
             states = after.transpose(-1, -2)
         step.finish(pool, rows, before, states)
@@ -233,7 +231,7 @@ def _deducible(tensors: Sequence[torch.Tensor], *, is_one_value: bool) -> Sequen
 
 def _room(call: LinearCall, count: int) -> torch.Tensor:
     """Where the kernel writes its output, [B, T / B, Hv, V]: `call.out` where it can."""
-    out = call.out if is_writable(call.out) else call.out.new_empty(call.out.shape)
+    out = call.out if Rows.is_writable(call.out) else call.out.new_empty(call.out.shape)
     return by_request(out, count)
 
 
@@ -252,20 +250,24 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
     if shared is not None:
         return shared
     try:
-        kernels = imported(ConvKernels, "sgl_kernel")
-        with trying("sgl_kernel", context.device):
+        kernels = KernelLibrary.imported(ConvKernels, "sgl_kernel")
+        with KernelLibrary.trying("sgl_kernel", context.device):
             return rehearse_convolutions(partial(CausalConvolutions, kernels=kernels), context)
     except ModuleNotFoundError:
         pass
     except (ImportError, OSError, AttributeError, BackendFailed) as error:
-        warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
+        warnings.warn(
+            f"convolutions are plain operations: {AttnmuxError.in_brief(error)}", stacklevel=2
+        )
     return PlainConvolutions(StatePool.of(context))
 
 
 def of_flashinfer() -> GDNKernels:
     """Raises ImportError and AttributeError as `imported` does."""
     modules = "flashinfer.gdn_prefill", "flashinfer.gdn_decode"
-    return GDNKernels(recurrence=imported(RecurrenceKernels, *modules), convolutions=convolutions)
+    return GDNKernels(
+        recurrence=KernelLibrary.imported(RecurrenceKernels, *modules), convolutions=convolutions
+    )
 
 
 make = KernelLibrary(

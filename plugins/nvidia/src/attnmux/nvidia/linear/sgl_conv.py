@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import KernelLibrary, LinearAttentionBackend, imported
+from attnmux.core.plugin import KernelLibrary, LinearAttentionBackend
 from attnmux.nvidia.linear.causal_convolutions import CausalConvolutions, ConvKernels
 from attnmux.nvidia.linear.rehearsal import rehearse_linear
 
@@ -61,6 +61,6 @@ def _refuse(call: LinearCall) -> NoReturn:
 make = KernelLibrary(
     address="nvidia/sgl_conv",
     backend=SglConvBackend,
-    providers={"sgl_kernel": partial(imported, ConvKernels, "sgl_kernel")},
+    providers={"sgl_kernel": partial(KernelLibrary.imported, ConvKernels, "sgl_kernel")},
     trial=partial(rehearse_linear, kind="conv"),
 )

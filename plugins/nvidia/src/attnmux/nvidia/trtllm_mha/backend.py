@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import (
-    DecodeBuffers,
-    KernelLibrary,
-    LibraryBackend,
-    imported,
-    is_writable,
-    rehearse,
-)
+from attnmux.core.plugin import DecodeBuffers, KernelLibrary, LibraryBackend, Rows, rehearse
 from attnmux.nvidia.flashinfer.shared import HINT
 from attnmux.nvidia.kernel_rows import check_own_or_fp8
 from attnmux.nvidia.trtllm import by_major, workspace
@@ -88,7 +81,7 @@ class TRTLLMMHABackend(
         self, call: AttentionCall, layer: TRTLLMMHALayer, step: Half, batch: ForwardBatch
     ) -> torch.Tensor:
         out = call.out
-        if out is None or not is_writable(out):
+        if out is None or not Rows.is_writable(out):
             out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
         step.attend(call.q, layer, out)
         return out
@@ -98,7 +91,9 @@ make = KernelLibrary(
     address="nvidia/trtllm_mha",
     backend=TRTLLMMHABackend,
     providers={
-        "flashinfer": partial(imported, TRTLLMMHAKernels, "flashinfer.decode", "flashinfer.prefill")
+        "flashinfer": partial(
+            KernelLibrary.imported, TRTLLMMHAKernels, "flashinfer.decode", "flashinfer.prefill"
+        )
     },
     trial=rehearse,
     hint=HINT,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import DecodeBuffers, DecodeStep, aligned, filled, is_writable
+from attnmux.core.plugin import DecodeBuffers, DecodeStep, LibraryBackend, Rows
 from attnmux.nvidia.kernel_rows import FP8
 from attnmux.nvidia.trtllm import BLOCK_ROWS, queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
@@ -38,7 +38,7 @@ class Decode(Half):
         self._step.fill(batch, self._groups, self._context)
 
     def attend(self, q: torch.Tensor, layer: TRTLLMMHALayer, out: torch.Tensor) -> None:
-        self._launch(q, layer, filled(self._step.keys)[layer.group], out)
+        self._launch(q, layer, LibraryBackend.filled(self._step.keys)[layer.group], out)
         self._step.replace_empty(out)
 
     @abstractmethod
@@ -114,7 +114,7 @@ class XQADecode(Decode):
         tables = self._step.tables
         each = tables.queries_each or 1
         self._kernels.xqa_batch_decode_with_kv_cache(
-            q if is_writable(q) else q.clone(memory_format=torch.contiguous_format),
+            q if Rows.is_writable(q) else q.clone(memory_format=torch.contiguous_format),
             layer.kv,
             self._workspace,
             keys.page_table,
@@ -134,7 +134,7 @@ class GeneratedDecode(Decode):
         self, q: torch.Tensor, layer: TRTLLMMHALayer, keys: Keys, out: torch.Tensor
     ) -> None:
         self._kernels.trtllm_batch_decode_with_kv_cache(
-            aligned(queries_like(q, layer.kv[0])),
+            Rows.aligned(queries_like(q, layer.kv[0])),
             layer.kv,
             self._workspace,
             keys.page_table,

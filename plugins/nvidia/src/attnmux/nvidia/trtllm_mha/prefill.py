@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput
-from attnmux.core.plugin import (
-    KeyGroup,
-    PageTables,
-    aligned,
-    cu_seqlens,
-    is_writable,
-    kv_indices,
-    kv_indptr,
-)
+from attnmux.core.plugin import KeyGroup, PageTables, Rows, cu_seqlens, kv_indices, kv_indptr
 from attnmux.nvidia.trtllm import queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
@@ -75,7 +67,7 @@ class GeneratedPrefill(Prefill):
         tables = self._tables
         keys = tables.keys[layer.group]
         self._kernels.trtllm_batch_context_with_kv_cache(
-            aligned(queries_like(q, layer.kv[0])),
+            Rows.aligned(queries_like(q, layer.kv[0])),
             layer.kv,
             self._workspace,
             keys.page_table,
@@ -156,7 +148,7 @@ class StagedPrefill(Prefill):
         window = layer.layer.sliding_window_size
         self._kernels.trtllm_fmha_v2_prefill(
             (
-                q if is_writable(q) else q.clone(memory_format=torch.contiguous_format),
+                q if Rows.is_writable(q) else q.clone(memory_format=torch.contiguous_format),
                 self._copied(layer, pages),
             ),
             "Q_PAGED_KV_NHD",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import triton as library
 from triton.runtime import driver
 
-from attnmux.core import BackendContext, BackendFailed, TunedLaunch, in_brief
+from attnmux.core import AttnmuxError, BackendContext, BackendFailed, TunedLaunch
 from attnmux.core.plugin import rehearse as rehearse_all
 from attnmux.triton.attention.backend import TritonBackend
 from attnmux.triton.attention.picked import PickedBackend
@@ -52,7 +52,8 @@ def compute_units(context: BackendContext) -> int:
         try:
             found = driver.active.get_active_torch_device()
         except RuntimeError as error:
-            reason = f"Triton {library.__version__} drives no device here: {in_brief(error)}"
+            why = AttnmuxError.in_brief(error)
+            reason = f"Triton {library.__version__} drives no device here: {why}"
             raise BackendFailed("triton", reason) from error
         if found.type != context.device.type:
             raise BackendFailed(

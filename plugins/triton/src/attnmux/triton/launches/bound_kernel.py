@@ -20,7 +20,7 @@ from triton.compiler import make_backend
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from attnmux.core import BackendFailed, in_brief
+from attnmux.core import AttnmuxError, BackendFailed
 
 if TYPE_CHECKING:
     from attnmux.core import Platform
@@ -247,7 +247,9 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 def failure_of(kernel: Any, error: BaseException) -> BackendFailed:  # noqa: ANN401  # as above
     """The error for a kernel that does not compile or load."""
-    return BackendFailed("triton", f"{kernel.__name__} does not compile: {in_brief(error)}")
+    return BackendFailed(
+        "triton", f"{kernel.__name__} does not compile: {AttnmuxError.in_brief(error)}"
+    )
 
 
 def _assumption(assumed: Callable[..., str] | None, tensor: torch.Tensor | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, get_type_hints
 
 from attnmux.core import FrozenMapping
 from attnmux.triton.launches.shapes import LEAST_WIDTH, Shape, Width, next_power_of_2
@@ -80,7 +80,8 @@ C = TypeVar("C", TileConfig, ShareConfig)
 
 def number_fields(kind: type[TileConfig] | type[ShareConfig]) -> frozenset[str]:
     """The fields that hold one number."""
-    return frozenset(field.name for field in fields(kind) if field.type == "int")
+    types = get_type_hints(kind)
+    return frozenset(field.name for field in fields(kind) if types[field.name] is int)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from attnmux.core import BackendContext
-from attnmux.core.plugin import NO_OPTIONS, LinearAttentionBackend
+from attnmux.core import AttentionBackend, BackendContext
+from attnmux.core.plugin import LinearAttentionBackend
 from attnmux.triton.kernels.linear.channel_scan import scan_channels
 from attnmux.triton.kernels.linear.tokens import recur
 from attnmux.triton.linear.chunks import ChunkRun
@@ -43,7 +43,7 @@ class TritonLinearBackend(LinearAttentionBackend):
     def __init__(
         self,
         context: BackendContext,
-        options: Mapping[str, object] = NO_OPTIONS,
+        options: Mapping[str, object] = AttentionBackend.NO_OPTIONS,
         *,
         device: LinearDevice | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core import BackendFailed, TunedLaunch, in_brief
+from attnmux.core import AttnmuxError, BackendFailed, TunedLaunch
 from attnmux.core.plugin import Job, Trial
 from attnmux.triton.attention.backend import TritonBackend
 from attnmux.triton.attention.factory import ADDRESS, compute_units
@@ -148,7 +148,7 @@ def _timed(job: Job, setups: Sequence[Setup], tables: ConfigTables) -> Timed:
             outs.append(step().clone())
             medians.append(_median_us(partial(_attend, backend, setup), setup.context.device))
         except (RuntimeError, triton.errors.TritonError) as error:
-            raise BackendFailed("triton", in_brief(error)) from error
+            raise BackendFailed("triton", AttnmuxError.in_brief(error)) from error
     logs = math.fsum(map(math.log, medians))
     return Timed(median_us=math.exp(logs / len(medians)), outs=tuple(outs))
 

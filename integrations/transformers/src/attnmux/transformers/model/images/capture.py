@@ -23,7 +23,6 @@ from attnmux.core import (
     LayerSpec,
     ModelInput,
     Request,
-    in_brief,
 )
 from attnmux.transformers.model.images.encoder import VisionTower
 from attnmux.transformers.model.part import ModelPart
@@ -223,7 +222,7 @@ class ImageReader(ModelPart):
         except Exception as error:  # each model has errors of its own
             raise InvalidInput(
                 "images",
-                got=in_brief(error),
+                got=AttnmuxError.in_brief(error),
                 expected=f"images that {self._name} reads, one for each placeholder",
             ) from error
         finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, check_at_least
+from attnmux.core import ForwardBatch, InvalidInput
 from attnmux.transformers.model.sparse.block_ranking import RanksBlocks
 from attnmux.transformers.model.sparse.index_pool import IndexKPool
 from attnmux.transformers.model.sparse.key_picks import SCORES_AT_ONCE, lens_of
@@ -34,7 +34,7 @@ class BlockPicker:
 
     def __post_init__(self) -> None:
         for name in ("topk", "block_size", "heads"):
-            check_at_least(1, name, getattr(self, name))
+            InvalidInput.check_at_least(1, name, getattr(self, name))
         for ranking in self.rankings.values():
             ranking.check(self.topk)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForeignKVPool, InvalidInput, KVPool, allocate_zeroed, check_at_least
+from attnmux.core import ForeignKVPool, InvalidInput, KVPool
 from attnmux.transformers.model.sparse.index_pool import IndexKPool
 
 
@@ -32,7 +32,7 @@ class CompressedShape:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "row_dim", "head_dim"):
-            check_at_least(1, name, getattr(self, name))
+            InvalidInput.check_at_least(1, name, getattr(self, name))
         if (self.topk > 0) != (self.index_dim > 0):
             got, expected = f"{self.topk} keys of {self.index_dim} dims", "both, or neither"
             raise InvalidInput("topk", got=got, expected=expected)
@@ -82,7 +82,7 @@ class CompressedPool:
         pool, page_size = self._pool, self._pool.page_size // self.tokens_a_slot
         pool.check_whole_bytes("keys of blocks")
         slots = pool.size // self.tokens_a_slot + page_size
-        buffers = allocate_zeroed(
+        buffers = KVPool.allocate_zeroed(
             [(slots, 1, head_dim)] * len(self.layer_ids),
             dtype=pool.dtype,
             device=pool.device,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core import InvalidInput, KVPool, allocate_zeroed, check_at_least, scatter_rows
-from attnmux.core.plugin import IndexRows, gather_rows
+from attnmux.core import InvalidInput, KVPool
+from attnmux.core.plugin import IndexRows
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
@@ -42,8 +42,8 @@ class IndexKPool:
 
         Raises InvalidInput for impossible sizes and dtypes, PoolExhausted when memory is short.
         """
-        check_at_least(1, "num_slots", num_slots)
-        check_at_least(1, "head_dim", head_dim)
+        InvalidInput.check_at_least(1, "num_slots", num_slots)
+        InvalidInput.check_at_least(1, "head_dim", head_dim)
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, FP8):
             expected = "bfloat16, float16, float32 or float8_e4m3fn"
             raise InvalidInput("dtype", got=dtype, expected=expected)
@@ -67,7 +67,9 @@ class IndexKPool:
         self, shape: tuple[int, ...], dtype: torch.dtype, what: str, hint: str
     ) -> dict[int, torch.Tensor]:
         shapes = [shape] * len(self.layer_ids)
-        buffers = allocate_zeroed(shapes, dtype=dtype, device=self.device, what=what, hint=hint)
+        buffers = KVPool.allocate_zeroed(
+            shapes, dtype=dtype, device=self.device, what=what, hint=hint
+        )
         return dict(zip(self.layer_ids, buffers, strict=True))
 
     @staticmethod
@@ -100,14 +102,14 @@ class IndexKPool:
             keys, scales = _quantised(keys)
             self._scales[layer_id].index_copy_(0, loc, scales)
         # Rows have one head
-        scatter_rows(buffer.unsqueeze(1), loc, keys.to(self.dtype).contiguous().unsqueeze(1))
+        KVPool.scatter_rows(buffer.unsqueeze(1), loc, keys.to(self.dtype).contiguous().unsqueeze(1))
 
     def keys(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
         """The keys [..., index_head_dim] float32 of slots [...] int64, as they are stored.
 
         Raises InvalidInput for a layer without an indexer.
         """
-        rows = gather_rows(self._keys[self._checked(layer_id)], slots).float()
+        rows = KVPool.gather_rows(self._keys[self._checked(layer_id)], slots).float()
         if self.dtype != FP8:
             return rows
         scales = self._scales[layer_id][slots].repeat_interleave(BLOCK, dim=-1)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, check_at_least
+from attnmux.core import ForwardBatch, InvalidInput
 from attnmux.core.plugin import IndexRows, token_rows
 from attnmux.transformers.model.sparse.index_pool import IndexKPool
 from attnmux.transformers.model.sparse.scores import best_keys, index_scores
@@ -28,7 +28,7 @@ class KeyPicker:
     kernel: ScoresKeys | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(1, "topk", self.topk)
+        InvalidInput.check_at_least(1, "topk", self.topk)
 
     def room(self, batch: ForwardBatch) -> torch.Tensor:
         """A `ForwardBatch.topk_indices` for a step: [T, topk] int32, all -1."""

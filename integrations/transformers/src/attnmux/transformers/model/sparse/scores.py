@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import check_at_least
+from attnmux.core import InvalidInput
 
 
 def index_scores(
@@ -31,7 +31,7 @@ def best_keys(scores: torch.Tensor, positions: torch.Tensor, topk: int) -> torch
     [..., T], each token's place in its sequence: it sees keys up to it.
     Raises InvalidInput for a topk below 1.
     """
-    check_at_least(1, "topk", topk)
+    InvalidInput.check_at_least(1, "topk", topk)
     num_keys = scores.shape[-1]
     key = torch.arange(num_keys, device=scores.device)
     scores = scores.masked_fill(key > positions.unsqueeze(-1), -torch.inf)

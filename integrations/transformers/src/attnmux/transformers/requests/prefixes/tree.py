@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core import InvalidInput, check_at_least
+from attnmux.core import InvalidInput
 from attnmux.transformers.requests.prefixes.node import PrefixNode, whole_pages
 from attnmux.transformers.requests.slots import PagedAllocator
 
@@ -52,7 +52,7 @@ class PrefixTree:
 
         Raises InvalidInput for a page size that is not a multiple of the allocator's.
         """
-        check_at_least(1, "page_size", page_size)
+        InvalidInput.check_at_least(1, "page_size", page_size)
         if page_size % allocator.page_size:
             raise InvalidInput(
                 "page_size", got=page_size, expected=f"a multiple of {allocator.page_size}"

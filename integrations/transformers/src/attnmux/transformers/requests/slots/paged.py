@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import InvalidInput, check_at_least
+from attnmux.core import InvalidInput
 from attnmux.transformers.requests.slots.free_list import FreeList, check_extend, place_extend
 
 
@@ -49,7 +49,7 @@ class PagedAllocator:
         self, size: int, page_size: int, device: torch.device | str, *, debug: bool | None = None
     ) -> None:
         """Raises InvalidInput unless `size` is whole pages."""
-        check_at_least(1, "page_size", page_size)
+        InvalidInput.check_at_least(1, "page_size", page_size)
         if size < page_size or size % page_size:
             expected = f"whole pages of {page_size} tokens"
             raise InvalidInput("size", got=f"{size} tokens", expected=expected)

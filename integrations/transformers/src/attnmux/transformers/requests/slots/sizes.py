@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
-from attnmux.core import PoolExhausted, check_at_least
+from attnmux.core import InvalidInput, PoolExhausted
 
 
 class SWASizes(NamedTuple):
@@ -25,8 +25,8 @@ def tokens_in_budget(budget: int, bytes_per_token: int, page_size: int) -> int:
     up (CUDA's to 2 MiB), so leave a little of the free memory out of the budget.
     Raises PoolExhausted, in bytes, where the reserved page and one more do not fit.
     """
-    check_at_least(1, "bytes_per_token", bytes_per_token)
-    check_at_least(1, "page_size", page_size)
+    InvalidInput.check_at_least(1, "bytes_per_token", bytes_per_token)
+    InvalidInput.check_at_least(1, "page_size", page_size)
     pages = budget // (bytes_per_token * page_size) - 1
     if pages < 1:
         raise _too_small(budget, 2 * page_size * bytes_per_token)
@@ -52,7 +52,7 @@ def swa_tokens_in_budget(
         ("swa_bytes_per_token", swa_bytes_per_token),
         ("page_size", page_size),
     ):
-        check_at_least(1, argument, value)
+        InvalidInput.check_at_least(1, argument, value)
     full_page, swa_page = page_size * full_bytes_per_token, page_size * swa_bytes_per_token
 
     def swa_pages(pages: int) -> int:
