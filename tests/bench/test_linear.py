@@ -227,7 +227,8 @@ def test_kept_figures_change_the_choice_for_a_model(
     install(make_offer(FakeBackend), linear_offer(Slow), linear_offer(TorchLinearBackend))
 
     def chosen() -> str:
-        return answer("select", "--model", model, "--json")["linear"]["gdn"]["decode"]["backend"]
+        parts = answer("select", "--model", model, "--json")["parts"]
+        return parts["linear_layers"]["gdn"]["decode"]["backend"]
 
     assert chosen() == "Slow"
     asked = ("--model", model, "--request", "kind=gdn,num_q_heads=4,num_kv_heads=2")

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from attnmux.core import Platform, Plugins, Policy, Request, solve
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.composites import building
+from attnmux.parts import sparse_pages
 from attnmux.parts.sparse_pages import SparseAttnBackend
 from attnmux.transformers import (
     Engine,
@@ -61,7 +61,7 @@ def kernels(request, monkeypatch):
         names.append(name)
         return make_kernels(context)
 
-    monkeypatch.setattr(building, "shared_kernel", offered)
+    monkeypatch.setattr(sparse_pages, "shared_kernel", offered)
     with triton_interpreter.interpreted():
         yield names
 

@@ -138,6 +138,7 @@ def _runner(**given: Any) -> SimpleNamespace:
         "page_size": 1,
         "sliding_window_size": None,
         "model_config": SimpleNamespace(hf_config={}, num_hidden_layers=2),
+        "server_args": SimpleNamespace(enable_mis=False),
     }
     return SimpleNamespace(**{**values, **given})
 

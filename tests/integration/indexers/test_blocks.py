@@ -11,8 +11,8 @@ from attnmux.configs import request_from_model
 from attnmux.core import (
     InvalidInput,
 )
-from attnmux.core.composites import building
 from attnmux.emulators import triton_interpreter
+from attnmux.parts import picked_blocks
 from attnmux.transformers import (
     BlockPicker,
     Engine,
@@ -149,7 +149,7 @@ def kernels(monkeypatch):
         asked.append(name)
         return BlockAttention(context, compute_units=64)
 
-    monkeypatch.setattr(building, "shared_kernel", offered)
+    monkeypatch.setattr(picked_blocks, "shared_kernel", offered)
     with triton_interpreter.interpreted():
         yield asked
 

@@ -21,13 +21,13 @@ from attnmux.core.facts.libraries import canonical, distributions, identity
 if TYPE_CHECKING:
     from attnmux.core.cards.card import BackendCard
 
-SUITE = ("attnmux-core", "attnmux-testing")
+SUITE = ("attnmux-core", "attnmux-parts", "attnmux-testing")
 OTHERS = (*SUITE, "torch", "triton")
 """Distributions besides a plugin and its libraries on which an outcome depends."""
 
 
 def digest(card: BackendCard, distribution: str, *facts: object) -> str:
-    """Changes with the facts, with the files of the plugin, core and the suite, and with the
+    """Changes with the facts, with the files of the plugin, core, parts and the suite, and with the
     versions and RECORDs of the libraries.
 
     distribution: the plugin's; empty for a backend that no plugin offers.

@@ -108,8 +108,8 @@ def solve(
         if not hints:
             raise
         raise NoBackend("; ".join([str(refused), *hints]), refused.candidates) from None
-    notes = tuple(absence(name) for name in missing if not DISPENSABLE[name])
-    mains[0] = replace(mains[0], notes=(*mains[0].notes, *notes))
+    if notes := [absence(name) for name in missing if not DISPENSABLE[name]]:
+        mains[0] = replace(mains[0], notes=(*mains[0].notes, *notes))
     return asking.served(mains, request, left, always)
 
 

@@ -75,6 +75,8 @@ class Asking:
 
         Raises NoBackend where an ask that is not optional has no answer.
         """
+        if not parts:
+            return Decision.of_groups(mains, request.other_layers)
         found: list[Decision] = []
         for main, asked, own in zip(
             mains, group_requests(request), group_requests(left), strict=True
