@@ -13,7 +13,10 @@ TESTED = (
     *("attnmux-bench[html]", "attnmux-emulators", "attnmux-transformers[ranks]"),
     *("attnmux-triton[triton]", "attnmux-vllm", "attnmux-sglang"),
 )
-TOOLS = ("hatchling", "hypothesis", "pillow", "psutil", "pytest", "pytest-xdist")
+TOOLS = (
+    *("hatchling", "hypothesis", "pillow", "psutil", "pytest", "pytest-xdist"),
+    *("mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"),
+)
 """As `nox -s tests` installs them."""
 SHOWN = ("torch", "triton", "transformers", "numpy")
 

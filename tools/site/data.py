@@ -11,13 +11,13 @@ from pathlib import Path
 
 import click
 
+from attnmux.core import Plugins
 from attnmux.core.cards.clause import Clause
 from attnmux.core.cli.explain import meanings
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.axis import Axis
 from attnmux.core.find import settings
-from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings_file import CONFIG
 from attnmux.testing.matrix.command import markdown
 from attnmux.testing.matrix.rows import rows_of
