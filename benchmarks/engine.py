@@ -45,7 +45,7 @@ from attnmux.transformers import (
 )
 from attnmux.transformers.cli.run import platform_for
 from attnmux.transformers.load.decision import decide
-from attnmux.transformers.load.model_request import request_of
+from attnmux.transformers.model.asked import request_of
 from attnmux.transformers.model.attention import SERVED
 from attnmux.transformers.model.layers import record_layers
 from attnmux.transformers.run.compiled import compile_layers, undo

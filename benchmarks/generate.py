@@ -30,7 +30,7 @@ from attnmux.core import Plugins, Policy, Settings
 from attnmux.transformers import Capacity, Engine, ModelRunner, RunnerOptions, ServedModel
 from attnmux.transformers.cli.run import platform_for
 from attnmux.transformers.load.decision import decide
-from attnmux.transformers.load.model_request import request_of
+from attnmux.transformers.model.asked import request_of
 from attnmux.transformers.model.attention import SERVED
 from attnmux.transformers.model.layers import record_layers
 

@@ -12,20 +12,35 @@ from click.testing import CliRunner, Result
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.plugin import Verified
+from tools.site.files import MADE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 READMES = sorted(
     page
-    for folder in ("core", "plugins", "integrations", "examples", "benchmarks", "tools")
+    for folder in (
+        *("core", "testing", "bench", "distributed", "emulators", "plugins", "integrations"),
+        *("examples", "benchmarks", "tools"),
+    )
     for page in (ROOT / folder).glob("**/*.md")
     if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
 )
+NEWCOMERS = [ROOT / "README.md", ROOT / "docs/start.md"]
 COMMANDS = [
     line.strip()
-    for line in (ROOT / "README.md").read_text().splitlines()
+    for page in NEWCOMERS
+    for line in page.read_text().splitlines()
     # The conformance suite has tests of its own, which take longer than the rest of this page.
     if line.startswith("    attnmux ") and "verify" not in line
+]
+MUST_READ = [
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        *("start", "fleet", "troubleshooting", "contract-in-short", "one-request", "why"),
+        *("writing-a-plugin", "writing-an-adapter", "testing-a-plugin", "mla-for-vendors"),
+        *("engine", "kv-memory", "engine-steps", "engines", "vllm", "sglang", "transformers"),
+        *("bring-up", "speculation", "several-devices"),
+    )
 ]
 BRING_UP = re.findall(
     r"^    (attnmux .*)$", (ROOT / "docs/bring-up.md").read_text(), flags=re.MULTILINE
@@ -42,11 +57,11 @@ SHORTER = {
     ),
 }
 """Arguments that come after those of the page, so that minutes become seconds."""
-OF_README = {"bench": ("--backend", "torch_native", "--backend", "native", "--seconds", "0.01")}
-"""The same for the README's: flex_attention would compile each step."""
+OF_NEWCOMERS = {"bench": ("--backend", "torch_native", "--backend", "native", "--seconds", "0.01")}
+"""The same for the first pages: flex_attention would compile each step."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples/vendor-plugin/src")
     names: dict[str, object] = {}
@@ -57,11 +72,22 @@ def test_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_pages_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+        path = (page.parent / target).resolve()
+        is_made = page.parent == ROOT / "docs" and path.relative_to(ROOT).as_posix() in MADE
+        assert "://" in target or is_made or path.exists(), target
 
 
-def test_the_readme_has_commands() -> None:
-    assert len(COMMANDS) >= 6
+def test_the_first_pages_have_commands() -> None:
+    assert len(COMMANDS) >= 8
+
+
+def test_the_readme_is_a_page() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 450
+
+
+@pytest.mark.parametrize("page", MUST_READ, ids=lambda page: page.name)
+def test_a_page_that_a_newcomer_must_read_is_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= 1200
 
 
 def run(words: list[str]) -> Result:
@@ -70,9 +96,9 @@ def run(words: list[str]) -> Result:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_succeeds(command: str) -> None:
+def test_a_command_of_the_first_pages_succeeds(command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
-    done = run([*words, *OF_README.get(words[0], ())])
+    done = run([*words, *OF_NEWCOMERS.get(words[0], ())])
     assert done.exit_code == 0, done.stderr
     if "?S" in command:
         assert done.stdout.strip() == "3051"

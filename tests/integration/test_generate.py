@@ -23,8 +23,8 @@ from attnmux.transformers import (
     recall,
     run_prompts,
 )
-from attnmux.transformers.load.tokenization import TextStream
 from attnmux.transformers.requests.sampling import NOT_A_NUMBER, sample
+from attnmux.transformers.requests.text import TextStream
 
 PROMPTS = [[5, 9, 2], [7], list(range(1, 30))]
 

@@ -86,7 +86,8 @@ def same(offers: tuple[Offer, ...], ours: str, theirs: str) -> bool:
 
 def listed() -> Iterator[tuple[str, str, str, str, str]]:
     """(machine, request, SGLang's, ours, why) for each cell that docs/parity.md lists."""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    defaults = PAGE.read_text(encoding="utf-8").partition("## Other differences")[0]
+    for line in defaults.splitlines():
         parts = [part.strip() for part in line.strip("|").split("|")]
         if not line.startswith("| `"):
             continue

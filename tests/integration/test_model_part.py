@@ -58,10 +58,10 @@ class Mementos(ModelPart):
         raise GraphUnsupported("mementos: their pool is written by Python")
 
     def eager(self, batch):
-        return _flagged(self, batch)
+        return Flagged(self, batch)
 
 
-class _flagged:
+class Flagged:
     def __init__(self, part, batch):
         self.part, self.batch = part, batch
 

@@ -16,7 +16,7 @@ import pytest
 from attnmux.core import InvalidInput, Plugins, RankFailed, RanksDiffer, Request, TunedLaunch
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Device
-from attnmux.distributed import RankGroup, ranks_alike
+from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,
@@ -127,7 +127,7 @@ def other_library(group: RankGroup, folder: Path) -> str:
     patch = pytest.MonkeyPatch()
     if group.rank == 1:
         older = {"torch": ("2.0.0", "0123456789abcdef")}
-        patch.setattr(ranks_alike, "installed", lambda names: older)
+        patch.setattr(Plugins, "installed", lambda names: older)
     with pytest.raises(RanksDiffer) as info:
         load_runner(
             checkpoint,

@@ -111,7 +111,7 @@ def test_measurements_of_this_machine_count_for_both(folder, generated, monkeypa
     decision = generated()
     assert decision.phases["decode"].backend == other
     assert decision.hash == selected()["hash"]
-    assert "(measured)" in decision.summary()
+    assert "(measured on this machine; the fastest of 2)" in decision.summary()
     assert generated(failed=[f"cpu/{other}"]).phases["decode"].backend == favourite
     monkeypatch.setenv("ATTNMUX_NO_MEASUREMENTS", "1")
     assert generated().hash == selected()["hash"]

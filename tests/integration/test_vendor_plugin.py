@@ -1,4 +1,4 @@
-"""A vendor's distribution joins on equal terms, and the page about writing one is true."""
+"""A vendor's distribution joins on equal terms, and the pages about writing one are true."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/vendor-plugin"
-PAGE = (ROOT / "docs/writing-a-plugin.md").read_text()
+PAGES = ("writing-a-plugin", "writing-an-adapter", "testing-a-plugin", "plugins-in-depth")
+PAGE = "\n".join((ROOT / f"docs/{name}.md").read_text() for name in PAGES)
 COMMANDS = re.findall(r"^    ((?:\w+=\S+ )?(?:attnmux|pip|pytest)\b.*)$", PAGE, re.MULTILINE)
 QUOTED = re.findall(r"```\w+\n# (\S+\.\w+)\n(.*?)```", PAGE, re.DOTALL)
 M2 = "acme:m2,device=cpu,runtime=acmert 3.1,features=fp8"
@@ -185,15 +186,15 @@ def test_the_wheel_holds_the_package_alone(installed, tmp_path) -> None:
     assert "acme_attnmux/py.typed" in files
 
 
-def test_the_page_shows_the_example_s_own_code() -> None:
+def test_the_pages_show_the_example_s_own_code() -> None:
     assert len(QUOTED) >= 6
     for name, block in QUOTED:
-        # The page's code is formatted without the class's indentation
+        # The pages' code is formatted without the class's indentation
         code, text = ("".join(each.split()) for each in (block, (EXAMPLE / name).read_text()))
         assert code in text, f"{name}:\n{block}"
 
 
-def test_the_diff_of_the_page_adds_a_backend(tmp_path) -> None:
+def test_the_diff_of_the_pages_adds_a_backend(tmp_path) -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
     source = shutil.copytree(EXAMPLE, tmp_path / "plugin", ignore=shutil.ignore_patterns(".*"))
     subprocess.run(["git", "apply", "-"], input=diff, cwd=source, text=True, check=True)
@@ -214,7 +215,7 @@ assert all(outcome.status == "passed" for outcome in outcomes.values()), outcome
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=site, check=True)
 
 
-def test_the_page_has_its_commands() -> None:
+def test_the_pages_have_their_commands() -> None:
     prose = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
     assert len(COMMANDS) == len(re.findall(r"^    \S", prose, re.MULTILINE))
     assert len(COMMANDS) >= 10
@@ -223,7 +224,7 @@ def test_the_page_has_its_commands() -> None:
 # Not the suite twice: `.ci/run` verifies what the example's wheel brings.
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "attnmux verify" not in each])
 @pytest.mark.turns(2)
-def test_a_command_of_the_page_does_what_it_says(installed, tmp_path, command) -> None:
+def test_a_command_of_the_pages_does_what_it_says(installed, tmp_path, command) -> None:
     source, site = installed
     said = re.search(r"# exits with (\d+)", command)
     words = shlex.split(command, comments=True)

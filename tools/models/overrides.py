@@ -21,7 +21,15 @@ SHARED_ATTENTION = {
     "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"],
 }
 
+SECTIONS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+NARROW_SECTIONS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""Heads of 128 and 64 dims, which rotate by time, height and width in a class's own sections."""
+
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
+    **dict.fromkeys(
+        ["Qwen2VLTextConfig", "Qwen2_5OmniTextConfig", "Qwen2_5_VLTextConfig"], SECTIONS
+    ),
+    **dict.fromkeys(["Glm4vMoeTextConfig", "Glm4vTextConfig"], NARROW_SECTIONS),
     **dict.fromkeys(["AXK2Config", "DeepseekV32Config", "HYV4Config"], INDEXED),
     "BambaConfig": {**GROUPED, **MAMBA2, "hidden_size": 32, "attn_layer_indices": [1]},
     "BigBirdConfig": {"attention_type": "original_full"},  # the one that is causal

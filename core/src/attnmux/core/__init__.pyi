@@ -28,6 +28,8 @@ from attnmux.core.contract.spec import SpecInput as SpecInput
 from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace
 from attnmux.core.engines.chooser import Chooser as Chooser
+from attnmux.core.engines.contexts import layer_of as layer_of
+from attnmux.core.engines.contexts import make_context as make_context
 from attnmux.core.engines.engine_interfaces import Integration as Integration
 from attnmux.core.engines.engine_interfaces import Interface as Interface
 from attnmux.core.facts.derived import group_requests as group_requests

@@ -1,1 +1,1 @@
-"""Tools for engines beside the contract: a chooser for a device, draft trees, interface checks."""
+"""Tools for engines beside the contract: a chooser, contexts, draft trees, interface checks."""

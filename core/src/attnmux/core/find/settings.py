@@ -97,13 +97,21 @@ class Settings:
     """A vendor, or vendor:arch, that is on this machine. A device that no plugin finds is described
     as `Platform.parse` reads it, "nvidia:sm87,cuda=12.6"."""
     backend: Word = None
+    """The backend of every phase that has no setting of its own."""
     prefill_backend: Word = None
+    """The backend of extend."""
     decode_backend: Word = None
+    """The backend of decode."""
     mm_backend: Word = None
+    """The backend of a multimodal model's encoder."""
     linear_backend: Word = None
+    """The backend of layers without softmax attention."""
     allow_backends: Annotated[tuple[str, ...] | None, _words] = None
+    """The only backends that may be chosen."""
     deny_backends: Words = ()
+    """Backends that may not be chosen."""
     prefer_backends: Words = ()
+    """Backends that are chosen before others, the first one first, if they serve the request."""
     allow_plugins: Annotated[tuple[str, ...] | None, _words] = None
     """Distributions; plugins of others are not imported. NAME also means attnmux-NAME."""
     deny_plugins: Words = ()
@@ -111,7 +119,9 @@ class Settings:
     plugin_seconds: Annotated[float, _seconds] = SECONDS
     """How long a plugin's probe may take to find devices."""
     no_plugins: Flag = False
+    """Import no plugin."""
     allow_coercion: Flag = False
+    """Let the solver change or drop values that no backend serves; the decision records them."""
     deterministic: Flag = False
     """Ask for bits that do not depend on the other requests: what `select` and `generate` ask."""
     measurements: Word = None
@@ -126,6 +136,7 @@ class Settings:
     no_launches: Flag = False
     """Launch as if nothing had been tuned."""
     debug: Flag = False
+    """Show the traceback of an error. `generate` also checks the values of each batch."""
     options: Annotated[Mapping[str, Mapping[str, Any]], _options] = field(
         default_factory=FrozenMapping
     )

@@ -78,6 +78,9 @@ class GraphConfig:
     index_heads: int = 0
     """Above 0 an indexer picks blocks for so many heads: the buffer is [T, index_heads,
     index_topk]."""
+    pads: bool = True
+    """Whether a step of fewer requests is padded to the next larger size; without it, a step whose
+    size was not captured has no graph."""
     two_batches: bool = False
     """Whether batches have `tbo_children`: the first half of the rows and the others. The runner
     makes them, also for batches without."""

@@ -217,6 +217,8 @@ class GraphRunner:
             expected = f"a captured size that holds {count} requests: {sizes}"
             raise InvalidInput("size", got=size, expected=expected)
         fitting = padded_size(count, sizes) if size is None else size
+        if size is None and not self.config.pads and fitting != count:
+            fitting = None
         if fitting is None or (count < 1 and not is_idle):
             expected = f"a captured size: {sizes}" if sizes else "capture() before"
             raise InvalidInput("batch_size", got=count, expected=expected)

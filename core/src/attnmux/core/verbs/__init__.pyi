@@ -24,6 +24,7 @@ from attnmux.core.facts.questions import Question as Question
 from attnmux.core.facts.records import Device as Device
 from attnmux.core.facts.records import Record as Record
 from attnmux.core.facts.records import Records as Records
+from attnmux.core.find.settings import read_assignments as read_assignments
 from attnmux.core.measured.passes import Passes as Passes
 from attnmux.core.measured.shipped import Shape as Shape
 from attnmux.core.measured.shipped import Shipped as Shipped

@@ -13,10 +13,10 @@ from attnmux.transformers.load.eagle_files import hidden_layers as hidden_layers
 from attnmux.transformers.load.eagle_files import load_head as load_head
 from attnmux.transformers.load.load_runner import load_head_runner as load_head_runner
 from attnmux.transformers.load.load_runner import load_runner as load_runner
-from attnmux.transformers.load.model_request import request_of as request_of
 from attnmux.transformers.load.options import RunnerOptions as RunnerOptions
 from attnmux.transformers.load.tokenization import encode_prompts as encode_prompts
 from attnmux.transformers.load.weights import load_model as load_model
+from attnmux.transformers.model.asked import request_of as request_of
 from attnmux.transformers.model.layers import record_layers as record_layers
 from attnmux.transformers.model.sparse.block_picks import BlockPicker as BlockPicker
 from attnmux.transformers.model.sparse.block_ranking import BestProducts as BestProducts

@@ -59,12 +59,18 @@ AT_LEAST_1 = click.IntRange(min=1)
     show_default=True,
     help="Limit for each prompt.",
 )
-@click.option("--temperature", default=0.0, show_default=True, help="0 decodes greedily.")
+@click.option("--temperature", type=float, show_default="0", help="0 decodes greedily.")
 @click.option(
     "--top-p",
-    default=1.0,
-    show_default=True,
+    type=float,
+    show_default="1",
     help="Sample from the likeliest tokens that reach this probability.",
+)
+@click.option(
+    "--logprobs",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With --json: the log probability of each token, and those of the N likeliest.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--chat", is_flag=True, help="Apply the model's chat template to each prompt.")
@@ -84,6 +90,13 @@ AT_LEAST_1 = click.IntRange(min=1)
 )
 @click.option("--mm-backend", help="The backend for the encoder of images.")
 @click.option("--linear-backend", help="The backend for layers without softmax attention.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="BACKEND.OPTION=VALUE",
+    help="An option of a backend; `attnmux backends --json` lists them.",
+)
 @click.option(
     "--page-size", type=AT_LEAST_1, help="Tokens per KV page. Default: chosen with the backend."
 )
@@ -197,6 +210,16 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Replay decode steps from device graphs. Default: if device and backend support them.",
 )
 @click.option(
+    "--graph-sizes",
+    metavar="B,...",
+    help="Batch sizes whose decode steps are captured: 1,2,4,8. Default: the usual ones.",
+)
+@click.option(
+    "--graph-padding/--no-graph-padding",
+    default=True,
+    help="Pad a step to the next captured size, or run other sizes without graphs.",
+)
+@click.option(
     "--compile",
     is_flag=True,
     help="Compile the model's layers with torch.compile: faster steps, after up to a minute at the "
@@ -261,9 +284,10 @@ def generate(
     images: tuple[str, ...],
     audio: tuple[str, ...],
     model: str | None,
-    temperature: float,
-    top_p: float,
+    temperature: float | None,
+    top_p: float | None,
     seed: int,
+    logprobs: int | None,
     **options: object,
 ) -> None:
     """Continue each PROMPT with the shipped model or with any Hugging Face decoder model, or answer
@@ -272,9 +296,15 @@ def generate(
     PROMPT "-" reads stdin. Without a prompt, the shipped model answers a random question.
     Text goes to stdout; the chosen backend, progress and speed go to stderr.
     """
-    sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+    sampling = SamplingParams(
+        temperature=0.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=seed,
+        logprobs=logprobs,
+    )
     settings = run.settings()
     asked = read_prompts(prompts, file, model=model, seed=seed, images=images, audio=audio)
     # By name: the import takes seconds, and a user's mistake should not wait for it.
+    given = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
     run_command = pkgutil.resolve_name("attnmux.transformers.cli.run:run_command")
-    run_command(run, settings, asked, sampling, {"model": model, **options})
+    run_command(run, settings, asked, sampling, {**given, **options})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attnmux.core import InvalidInput, Offer
-from attnmux.core.verbs import offers_named
+from attnmux.core.verbs import offers_named, read_assignments
 from attnmux.parts import AcceptThresholds
 from attnmux.transformers.cli.drafts import Drafting
 from attnmux.transformers.cli.ranks import Parallel
@@ -35,6 +35,8 @@ class Answering:
     prefill_tokens: int
     as_json: bool
     no_stream: bool
+    states_sampling: bool
+    """Whether the command line says how tokens are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,7 @@ class Options:
     parallel: Parallel
     accept: AcceptThresholds
     memory: MemoryBudget | None
-    backends: Mapping[str, str | None]
+    backends: Mapping[str, Any]
     """Arguments of `Settings.policy`."""
     running: Mapping[str, Any]
     """Fields of `RunnerOptions`."""
@@ -90,8 +92,11 @@ class Options:
             parallel=_taken(Parallel, left),
             accept=accept,
             memory=None if memory is None else MemoryBudget.parse(memory),
-            backends={name: left.pop(name) for name in BACKENDS},
-            running=left,
+            backends={
+                **{name: left.pop(name) for name in BACKENDS},
+                "options": read_assignments("--set", left.pop("assignments")),
+            },
+            running={**left, "graph_sizes": _sizes(left["graph_sizes"])},
         )
         options._check()
         return options
@@ -140,6 +145,16 @@ class Options:
         if got:
             expected = "none of these: one device has all keys, and answers are approximate"
             raise InvalidInput("--sparse", got=f"{got} too", expected=expected)
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    """Batch sizes, ascending. Raises InvalidInput for other text."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise InvalidInput("--graph-sizes", got=repr(text), expected="batch sizes, such as 1,2,4,8")
+    return tuple(sorted(set(map(int, parts))))
 
 
 def _taken(kind: type[Group], left: dict[str, Any]) -> Group:

@@ -82,6 +82,7 @@ def as_dict(
                 "token_ids": list(result.token_ids),
                 "finish_reason": result.finish_reason,
                 "reused_tokens": result.reused_tokens,
+                "logprobs": [each._asdict() for each in result.logprobs],
             }
             for prompt, result in zip(prompts, generation.results, strict=True)
         ],

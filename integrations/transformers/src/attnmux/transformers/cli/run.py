@@ -42,65 +42,12 @@ from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.engine.engine import Engine
 from attnmux.transformers.engine.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from attnmux.transformers.load.generation_config import ignored_sampling
 from attnmux.transformers.load.load_runner import load_head_runner, load_runner
 from attnmux.transformers.load.model_request import stated_request
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.run.runner import ModelRunner
-
-
-def first_use(
-    run: Run, offers: Sequence[Offer], measurements: Sequence[Measurement], **place: object
-) -> Callable[[Decision], None]:
-    """Runs cases on a backend that did not pass here; only warns without attnmux-testing."""
-    make = _from_testing("FirstUse")
-    if make is None:
-
-        def warn(decision: Decision) -> None:
-            run.warn_of_unverified(decision, offers, measurements)
-
-        return warn
-    check: Callable[[Decision], None] = make(offers, say=run.warn, **place)
-    return check
-
-
-def _from_testing(name: str) -> Callable[..., Any] | None:
-    """A public name of attnmux-testing, which only some need; None without that package."""
-    try:
-        found: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("attnmux.testing"):
-            raise
-        return None
-    return found
-
-
-def wrapper(
-    run: Run, watching: Watching
-) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
-    """What watches a share of the steps, and keeps those that fail; None without either."""
-    if not watching.is_set:
-        return None
-    make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")
-    if make_canary is None or make_keeper is None:
-        got = "no attnmux-testing"
-        expected = "pip install attnmux-testing"
-        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected)
-
-    def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
-        if watching.canary:
-            backend = make_canary(backend, share=watching.canary)
-        if watching.keep_failures is not None:
-            backend = make_keeper(
-                backend,
-                watching.keep_failures,
-                decision=decision,
-                tensors=watching.keep_values,
-                on_kept=run.warn,
-            )
-        return backend
-
-    return wrap
 
 
 def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
@@ -162,6 +109,8 @@ def run_command(
     deterministic = given["deterministic"] or settings.deterministic
     options = Options.of({**given, "deterministic": deterministic})
     answering, drafting = options.answering, options.drafting
+    if sampling.logprobs is not None and not answering.as_json:
+        raise InvalidInput("--logprobs", got="text", expected="--json with it")
     options.parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
@@ -203,6 +152,8 @@ def run_command(
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
         load_seconds = time.perf_counter() - began
+        if not answering.states_sampling and (said := ignored_sampling(runner.model)):
+            run.warn(said)
         click.echo(ranks.building.summary(runner.decision), err=True)
         if drafter is not None:
             click.echo(f"drafts: {drafter.decision.summary()}", err=True)
@@ -310,3 +261,57 @@ def _quiet(debug: bool) -> Iterator[None]:
         if not debug:
             warnings.simplefilter("ignore")
         yield
+
+
+def first_use(
+    run: Run, offers: Sequence[Offer], measurements: Sequence[Measurement], **place: object
+) -> Callable[[Decision], None]:
+    """Runs cases on a backend that did not pass here; only warns without attnmux-testing."""
+    make = _from_testing("FirstUse")
+    if make is None:
+
+        def warn(decision: Decision) -> None:
+            run.warn_of_unverified(decision, offers, measurements)
+
+        return warn
+    check: Callable[[Decision], None] = make(offers, say=run.warn, **place)
+    return check
+
+
+def _from_testing(name: str) -> Callable[..., Any] | None:
+    """A public name of attnmux-testing, which only some need; None without that package."""
+    try:
+        found: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("attnmux.testing"):
+            raise
+        return None
+    return found
+
+
+def wrapper(
+    run: Run, watching: Watching
+) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
+    """What watches a share of the steps, and keeps those that fail; None without either."""
+    if not watching.is_set:
+        return None
+    make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")
+    if make_canary is None or make_keeper is None:
+        got = "no attnmux-testing"
+        expected = "pip install attnmux-testing"
+        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected)
+
+    def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
+        if watching.canary:
+            backend = make_canary(backend, share=watching.canary)
+        if watching.keep_failures is not None:
+            backend = make_keeper(
+                backend,
+                watching.keep_failures,
+                decision=decision,
+                tensors=watching.keep_values,
+                on_kept=run.warn,
+            )
+        return backend
+
+    return wrap

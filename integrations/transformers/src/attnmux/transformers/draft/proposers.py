@@ -15,6 +15,10 @@ from attnmux.core import InvalidInput
 from attnmux.parts import DraftTree
 from attnmux.transformers.requests.sequence import SequenceState
 
+OCCURRENCES = 32
+"""The most occurrences of one n-gram that a lookup reads. In a text of few different tokens nearly
+all of them go on alike."""
+
 
 class Proposer(Protocol):
     """Guesses the next tokens of decoding requests. The target model decides which are right."""
@@ -101,11 +105,6 @@ class NgramProposer:
             (chain,) = index.chains(state.token_ids, depth=min(self.steps, most), width=1) or ([],)
             return chain, range(-1, len(chain) - 1)
         return index.tree(state.token_ids, num_tokens=most, depth=self.steps, topk=self.topk)
-
-
-OCCURRENCES = 32
-"""The most occurrences of one n-gram that a lookup reads. In a text of few different tokens nearly
-all of them go on alike."""
 
 
 class NgramIndex:

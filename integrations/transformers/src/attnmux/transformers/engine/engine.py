@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,41 +26,12 @@ from attnmux.transformers.engine.request import (
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
 from attnmux.transformers.engine.verification import Verification
-from attnmux.transformers.load.tokenization import TextStream, read_ids
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sampling import Sampler
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState
+from attnmux.transformers.requests.text import TextStream, read_ids
 from attnmux.transformers.run.stats import EngineStats, Laps
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-
-
-class Turn:
-    """A call of the engine, by one thread at a time. A call that raises leaves the accounts
-    settled.
-
-    Not a generator: one that an interrupt leaves suspended would settle much later.
-    """
-
-    def __init__(self, lock: threading.RLock, settle: Callable[[], None]) -> None:
-        self._lock, self._settle = lock, settle
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise InvalidInput(
-                "engine", got="a call while another thread uses it", expected="one thread at a time"
-            )
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None:
-                self._settle()
-        finally:
-            self._lock.release()
-
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step. Longer prompts run in chunks, which bounds the activations and the
@@ -227,6 +197,8 @@ class Engine:
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise InvalidInput("sampling", got=repr(sampling), expected="SamplingParams")
+        if sampling.logprobs is not None and self._speculation is not None:
+            raise InvalidInput("logprobs", got="some, with drafts", expected="an engine without")
         self.check(token_ids, max_new_tokens, encoder_states=encoder_states, images=images)
         state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states, images=images)
         if on_text is not None and self.tokenizer is None:
@@ -318,6 +290,7 @@ class Engine:
                     tokens = step.wait(laps)
                     running.commits = True
                     num_new = self._commit(plan, tokens, delivery)
+                    step.tell()
             self._tell(plan, num_new, laps)
         return accounts.outputs.hand_over()
 
@@ -381,3 +354,27 @@ class Engine:
                 self._cache.store(request)
         self._scheduler.started(plan.sampled[len(plan.decoding) :])
         return num_new
+
+
+class Turn:
+    """A call of the engine, by one thread at a time. A call that raises leaves the accounts
+    settled.
+
+    Not a generator: one that an interrupt leaves suspended would settle much later.
+    """
+
+    def __init__(self, lock: threading.RLock, settle: Callable[[], None]) -> None:
+        self._lock, self._settle = lock, settle
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise InvalidInput(
+                "engine", got="a call while another thread uses it", expected="one thread at a time"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._settle()
+        finally:
+            self._lock.release()

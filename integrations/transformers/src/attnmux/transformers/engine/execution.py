@@ -11,6 +11,7 @@ from attnmux.transformers.draft.loop import TreeKernels
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.decode_batch import DecodeBatch
+from attnmux.transformers.requests.logprobs import Logprobs
 from attnmux.transformers.requests.sampling import Draws, Sampler, Upcoming, sample
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import Step
@@ -65,10 +66,15 @@ class Launched:
     """A step that the device runs, and the tokens that it is going to yield."""
 
     def __init__(
-        self, plan: Plan, tokens: torch.Tensor, ranks: Synchronises = ONE_RANK.steps
+        self,
+        plan: Plan,
+        tokens: torch.Tensor,
+        ranks: Synchronises = ONE_RANK.steps,
+        logprobs: Logprobs | None = None,
     ) -> None:
-        """tokens: [B] int64, of each of `plan.requests`."""
+        """tokens: [B] int64, of each of `plan.requests`. logprobs: of them, if one asks for any."""
         self.plan = plan
+        self._logprobs = logprobs
         self._ranks = ranks
         self.tokens = tokens
         # Pinned memory on the host, which the copy does not wait for
@@ -89,6 +95,15 @@ class Launched:
         tokens = [[token] for token in self._host.tolist()]
         laps.lap("wait")
         return tokens
+
+    def tell(self) -> None:
+        """Give the requests the log probabilities of the token that they took."""
+        if self._logprobs is None:
+            return
+        for row, request in enumerate(self.plan.sampled):
+            most, ids = request.sampler.params.logprobs, request.state.token_ids
+            if most is not None and len(ids) - request.prompt_len > len(request.logprobs):
+                request.logprobs.append(self._logprobs.of(row, ids[-1], most))
 
 
 class Execution:
@@ -111,7 +126,8 @@ class Execution:
             laps.lap("allocate")
             logits = self._runner.forward(step, step.last_indices, laps)
             tokens = sample(logits, _draws(plan, int(ahead)))
-            self._last = launched = Launched(plan, tokens, self._runner.ranks.steps)
+            wanted = Logprobs.wanted([one.sampler for one in plan.sampled], logits, tokens)
+            self._last = launched = Launched(plan, tokens, self._runner.ranks.steps, wanted)
         laps.lap("sample")
         return launched
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from attnmux.core import InvalidInput, PoolExhausted
-from attnmux.transformers.load.tokenization import TextStream, check_prompt
 from attnmux.transformers.requests.batching import StepBuilder
+from attnmux.transformers.requests.logprobs import TokenLogprobs
 from attnmux.transformers.requests.prefixes import PrefixNode
 from attnmux.transformers.requests.prompt_images import PromptImages, check_prompt_images
 from attnmux.transformers.requests.sampling import Sampler
 from attnmux.transformers.requests.sequence import SequenceState, check_encoder_len
+from attnmux.transformers.requests.text import TextStream, check_prompt
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -34,6 +35,8 @@ class GenerationResult:
     """"abort": a step with the request raised an exception, which came out of `Engine.step`."""
     reused_tokens: int
     """Leading tokens of the prompt whose K and V were in the cache already."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each generated token, if `SamplingParams.logprobs` asks for them."""
 
 
 class TokenOutput(NamedTuple):
@@ -73,6 +76,8 @@ class LiveRequest:
     is_sound: bool = True
     """Whether K and V that were computed since its pages were stored are valid. If not, the pages
     are zeroed before they are freed."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of its new tokens, if it asks for them."""
     pieces: list[str] = field(default_factory=list)
     num_said: int = 0
     """Tokens, prompt included, whose text is in `pieces` or waits in `stream` for more bytes."""
@@ -111,6 +116,7 @@ class LiveRequest:
             text=None if self.stream is None else "".join(self.pieces),
             finish_reason=self.finish_reason,
             reused_tokens=self.reused_tokens or 0,
+            logprobs=tuple(self.logprobs),
         )
 
 

@@ -32,6 +32,9 @@ class Verification:
         self._stats.count(size, self._step.num_drafts - 1, sum(map(len, tokens)) - size)
         return tokens
 
+    def tell(self) -> None:
+        """Requests with drafts have no log probabilities."""
+
     def commit(self, lens: Sequence[int] | None) -> None:
         """Keep the K and V of the tokens that the requests took, and free all other slots.
 

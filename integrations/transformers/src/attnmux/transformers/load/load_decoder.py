@@ -23,8 +23,6 @@ from attnmux.transformers.load.making import make_runner
 from attnmux.transformers.load.model_request import (
     check_against_config,
     folder_of,
-    latent_request,
-    request_of,
     stated_request,
     stored_scheme,
     with_kept_dtype,
@@ -33,6 +31,7 @@ from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model
 from attnmux.transformers.model.absorbed import absorb, absorbed_layers, expand
+from attnmux.transformers.model.asked import latent_request, request_of
 from attnmux.transformers.model.attention import SERVED, set_attention
 from attnmux.transformers.model.dual_chunks import DualChunks
 from attnmux.transformers.model.layers import record_layers

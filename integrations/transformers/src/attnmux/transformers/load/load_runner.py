@@ -25,15 +25,11 @@ from attnmux.transformers.load.context_limit import (
 from attnmux.transformers.load.decision import decide, without
 from attnmux.transformers.load.load_decoder import load_decoder
 from attnmux.transformers.load.making import make_runner
-from attnmux.transformers.load.model_request import (
-    folder_of,
-    request_of,
-    stored_scheme,
-    with_kept_dtype,
-)
+from attnmux.transformers.load.model_request import folder_of, stored_scheme, with_kept_dtype
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model, warn_in_python
+from attnmux.transformers.model.asked import request_of
 from attnmux.transformers.model.encoder_decoder import record_decoder
 from attnmux.transformers.model.encoder_decoder_attention import numbers_by_name
 from attnmux.transformers.model.hidden_states import HiddenStates
@@ -202,7 +198,12 @@ def _capture_graphs(
     """Capture decode steps, and those that verify drafts. Without graphs they run eagerly, unless
     graphs are required."""
     try:
-        runner.capture_graphs(draft_tokens=options.draft_tokens, draft_topk=options.draft_topk)
+        runner.capture_graphs(
+            batch_sizes=options.graph_sizes,
+            draft_tokens=options.draft_tokens,
+            draft_topk=options.draft_topk,
+            pads=options.graph_padding,
+        )
     except GraphUnsupported as error:
         if options.graph is True:
             raise

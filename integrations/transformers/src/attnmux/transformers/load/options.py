@@ -13,6 +13,7 @@ from attnmux.core import (
     AttentionBackend,
     AttnmuxError,
     Decision,
+    GraphConfig,
     InvalidInput,
     Measurement,
     Platform,
@@ -115,6 +116,11 @@ class RunnerOptions:
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""
+    graph_sizes: tuple[int, ...] | None = None
+    """Batch sizes of the decode steps that are captured, ascending; None: the usual ones."""
+    graph_padding: bool = True
+    """Whether a step of fewer requests is padded to a captured size. Without it, other sizes run
+    eagerly."""
     compile: bool = False
     """Whether the model's layers are compiled with torch.compile, which takes up to a minute at the
     first start. Where they cannot be, they run as they are, with a warning."""
@@ -169,8 +175,8 @@ class RunnerOptions:
                 raise InvalidInput(name, got=repr(value), expected=f"a {kind}")
         if self.mla not in (None, "absorbed", "expanded"):
             raise InvalidInput("mla", got=repr(self.mla), expected='"absorbed", "expanded" or None')
-        if self.deterministic:
-            self._check_deterministic()
+        self._check_graphs()
+        self._check_deterministic()
         if self.draft_topk > 1 and self.draft_tokens is None:
             expected = "draft_tokens with it: there are no drafts"
             raise InvalidInput("draft_topk", got=self.draft_topk, expected=expected)
@@ -178,8 +184,15 @@ class RunnerOptions:
             expected = "hidden_states=True with it: no states are kept"
             raise InvalidInput("hidden_layers", got=self.hidden_layers, expected=expected)
 
+    def _check_graphs(self) -> None:
+        """Raise InvalidInput for sizes that are not ascending from 1 up."""
+        if self.graph_sizes is not None:
+            GraphConfig(batch_sizes=self.graph_sizes)
+
     def _check_deterministic(self) -> None:
         """Raise InvalidInput for what has other sums in another batch."""
+        if not self.deterministic:
+            return
         excluded = {
             "drafts": self.draft_tokens is not None,
             "compile": self.compile,

@@ -22,6 +22,9 @@ class SamplingParams:
     top_p: float = 1.0
     """Draw from the fewest tokens whose probabilities reach this sum."""
     seed: int = 0
+    logprobs: int | None = None
+    """Return each token's log probability, and those of so many of the likeliest tokens; None: no
+    log probabilities."""
 
     def __post_init__(self) -> None:
         for name, kind in (("temperature", Real), ("top_p", Real), ("seed", Integral)):
@@ -34,6 +37,9 @@ class SamplingParams:
             raise InvalidInput("top_p", got=self.top_p, expected="above 0, at most 1")
         if not 0 <= self.seed < 2**63:
             raise InvalidInput("seed", got=self.seed, expected="0 to 2**63 - 1")
+        asked: object = 0 if self.logprobs is None else self.logprobs
+        if not isinstance(asked, int) or asked < 0:
+            raise InvalidInput("logprobs", got=repr(asked), expected="0 or more, or None")
 
     def for_each(self, num_requests: int) -> list[SamplingParams]:
         """The same parameters for many requests, each with a seed that is derived from this one."""

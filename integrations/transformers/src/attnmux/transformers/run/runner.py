@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from attnmux.core import (
     InvalidInput,
     ModelInput,
 )
-from attnmux.transformers.load.tokenization import check_prompt
 from attnmux.transformers.model.encoder_batches import check_inputs
 from attnmux.transformers.model.images.capture import ImageReader
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sequence import check_encoder_len
+from attnmux.transformers.requests.text import check_prompt
 from attnmux.transformers.run.model_on_backend import ModelOnBackend
 
 
@@ -48,12 +49,13 @@ class ModelRunner(ModelOnBackend):
         batch_sizes: Sequence[int] | None = None,
         draft_tokens: int | None = None,
         draft_topk: int = 1,
+        pads: bool = True,
         devices: DeviceGraphs | None = None,
     ) -> None:
         """Capture decode steps, and with drafts those that verify them. Later steps replay them.
 
-        batch_sizes: None takes the usual ones of each. draft_tokens, draft_topk: as in
-        `RunnerOptions`. devices: None takes those of the model's device.
+        batch_sizes: None takes the usual ones of each. pads: as `GraphConfig.pads`. draft_tokens,
+        draft_topk: as in `RunnerOptions`. devices: None takes those of the model's device.
         Raises GraphUnsupported if the device or the backend has no graphs, or if the model does
         something that a graph cannot hold. Steps without graphs stay eager; if only the steps that
         verify cannot be captured, decode steps have theirs.
@@ -65,7 +67,7 @@ class ModelRunner(ModelOnBackend):
             encoder=encoder,
             host_lens=True,
         )
-        self.graphs = self._captured(config, devices)
+        self.graphs = self._captured(replace(config, pads=pads), devices)
         if draft_tokens is not None:
             config = GraphConfig(
                 batch_sizes=GraphConfig.sizes(pool_size=rows, chosen=batch_sizes, speculation=True),
@@ -75,7 +77,7 @@ class ModelRunner(ModelOnBackend):
                 visible=draft_topk > 1,
                 host_lens=True,
             )
-            self.verify_graphs = self._captured(config, devices)
+            self.verify_graphs = self._captured(replace(config, pads=pads), devices)
 
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs

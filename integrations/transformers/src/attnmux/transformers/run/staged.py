@@ -25,7 +25,7 @@ from attnmux.core import (
     build,
     make_first,
 )
-from attnmux.transformers.load.model_request import request_of
+from attnmux.transformers.model.asked import request_of
 from attnmux.transformers.model.layer_call import LayerCall
 from attnmux.transformers.model.layers import layer_of
 from attnmux.transformers.model.reach import Reach

@@ -1,0 +1,144 @@
+"""Layers, pools and a context from a decision, so that an engine says heads and dims once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.dtypes import torch_dtype
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.pool import KVPool
+from attnmux.core.contract.workspace import Workspace
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
+from attnmux.core.kv.joined import JoinedKVPool
+from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
+
+NEEDED = ("num_q_heads", "num_kv_heads", "head_dim")
+LATENT_NEEDED = ("num_q_heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim")
+TENSORS = {
+    "sinks": "sinks",
+    "alibi": "alibi_slopes",
+    "relative_bias": "relative_bias",
+    "index_block_size": "index_block_size",
+}
+"""What a request asks and each layer has to give for itself, by field of the request."""
+
+
+def layer_of(request: Request, layer_id: int, **fields: Any) -> LayerSpec:  # noqa: ANN401  # of LayerSpec
+    """A layer with the request's heads, dims, window, chunks and cap, scaled by head_dim ** -0.5.
+
+    fields: those of `LayerSpec` that differ, such as `scaling`, `sinks` or `is_cross_attention`.
+    Raises InvalidInput for a request without heads or dims, of kind "dual_chunk" or of linear
+    layers, and if the request has sinks or biases and `fields` do not.
+    """
+    _check_describes(request, fields)
+    rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
+    head_dim = request.head_dim or 0
+    kv_heads = 1 if request.latent else request.num_kv_heads
+    window, chunk = request.sliding_window, request.attention_chunk
+    described: dict[str, Any] = {
+        "layer_id": layer_id,
+        "kind": "mla" if request.latent else "mha",
+        "tp_q_head_num": request.num_q_heads,
+        "tp_k_head_num": kv_heads,
+        "tp_v_head_num": kv_heads,
+        "qk_head_dim": rank + rope if request.latent else head_dim,
+        "v_head_dim": rank if request.latent else request.v_head_dim or head_dim,
+        "scaling": head_dim**-0.5,
+        "sliding_window_size": -1 if window is None else window,
+        "attention_chunk_size": chunk or 0,
+        "logit_cap": request.logit_cap or 0.0,
+    }
+    return LayerSpec(**{**described, **fields})
+
+
+def make_context(
+    decision: Decision,
+    *,
+    layers: Sequence[LayerSpec],
+    size: int,
+    max_batch_size: int,
+    max_context_len: int,
+    device: torch.device | str | None = None,
+    **fields: Any,  # noqa: ANN401  # of BackendContext
+) -> BackendContext:
+    """A context for `build`, with a request table, a KV pool and a workspace of its own.
+
+    The pool has the decision's page size and KV dtype, and room for `size` tokens. Layers whose
+    heads, dims or KV dtype differ get a `JoinedKVPool`. device: by default the decision's platform
+    names it. fields: others of `BackendContext`, such as `launches`, `debug` or, over memory of the
+    engine's own, `token_to_kv_pool` and `req_to_token_pool`.
+
+    Raises InvalidInput without layers, PoolExhausted when memory is short.
+    """
+    place = torch.device(decision.platform.device_type if device is None else device)
+    made: dict[str, Any] = {
+        "request": decision.request,
+        "platform": decision.platform,
+        "device": place,
+        "layers": tuple(layers),
+        "workspace": Workspace(place),
+        "max_batch_size": max_batch_size,
+        "max_context_len": max_context_len,
+        **fields,
+    }
+    if "req_to_token_pool" not in made:
+        made["req_to_token_pool"] = ReqToTokenPool(max_batch_size, max_context_len, place)
+    if "token_to_kv_pool" not in made:
+        made["token_to_kv_pool"] = _pool(decision, layers, size, place)
+    return BackendContext(**made)
+
+
+def _check_describes(request: Request, fields: Iterable[str]) -> None:
+    if request.is_linear or request.kind == "dual_chunk":
+        expected = "mha, mla or nsa: write a LayerSpec for layers of other kinds"
+        raise InvalidInput("kind", got=request.kind, expected=expected)
+    for name in LATENT_NEEDED if request.latent else NEEDED:
+        if getattr(request, name) is None:
+            raise InvalidInput(f"request.{name}", got=None, expected="a number")
+    for asked, field in TENSORS.items():
+        if getattr(request, asked) and field not in fields:
+            expected = f"{field}=…, since the request has {asked}"
+            raise InvalidInput(field, got="none", expected=expected)
+
+
+def _pool(
+    decision: Decision, layers: Sequence[LayerSpec], size: int, device: torch.device
+) -> KVPool:
+    """A pool for all layers: one for each (heads, dims, KV dtype), joined if there are several."""
+    if not layers:
+        raise InvalidInput("layers", got="none", expected="at least one")
+    shapes: dict[tuple[object, ...], list[LayerSpec]] = {}
+    for layer in layers:
+        shape = layer.kind, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, layer.kv_dtype
+        shapes.setdefault(shape, []).append(layer)
+    pools = [_pool_alike(decision, alike, size, device) for alike in shapes.values()]
+    return pools[0] if len(pools) == 1 else JoinedKVPool(pools)
+
+
+def _pool_alike(
+    decision: Decision, layers: Sequence[LayerSpec], size: int, device: torch.device
+) -> KVPool:
+    first = layers[0]
+    given: dict[str, Any] = {
+        "size": size,
+        "page_size": decision.page_size,
+        "dtype": torch_dtype(first.kv_dtype or decision.kv_dtype),
+        "layer_ids": [layer.layer_id for layer in layers],
+        "device": device,
+    }
+    if first.kind == "mla":
+        rank, rope = first.v_head_dim, first.qk_rope_head_dim
+        return MLATokenToKVPool(kv_lora_rank=rank, qk_rope_head_dim=rope, **given)
+    return MHATokenToKVPool(
+        num_kv_heads=first.tp_k_head_num,
+        head_dim=first.qk_head_dim,
+        v_head_dim=first.v_head_dim,
+        **given,
+    )

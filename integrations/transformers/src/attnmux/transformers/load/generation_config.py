@@ -1,0 +1,34 @@
+"""What a checkpoint's generation_config.json asks of the sampling."""
+
+from __future__ import annotations
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from attnmux.transformers.model.packed_decoder import PackedDecoder
+
+SERVED = ("temperature", "top_p")
+SAMPLING = (
+    *SERVED,
+    *("top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "no_repeat_ngram_size"),
+)
+"""Fields that change which token is drawn."""
+
+
+def ignored_sampling(model: PreTrainedModel | PackedDecoder) -> str:
+    """A sentence about what is not followed unless the user asks for it; empty if there is
+    nothing. Tokens are the likeliest ones then, so that a text can be repeated."""
+    config = model.generation_config
+    if not isinstance(config, GenerationConfig):
+        return ""
+    stated = config.to_diff_dict()
+    found = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
+    if not stated.get("do_sample"):
+        # Temperature and its like say nothing about greedy decoding
+        found = {name: found[name] for name in SAMPLING[-2:] if name in found}
+    if not found:
+        return ""
+    said = ", ".join(f"{name} {value}" for name, value in found.items())
+    options = " ".join(f"--{n.replace('_', '-')} {found[n]}" for n in SERVED if n in found)
+    follow = f"; {options} follows what can be" if options else ""
+    return f"generation_config.json is ignored, tokens are the likeliest ones: {said}{follow}"
