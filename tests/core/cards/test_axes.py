@@ -81,7 +81,6 @@ def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
         "sparse",
         "sparse_budget",
         "index_block_size",
-        "parts",
     }  # what `build` makes of the decision
     # multimodal asks for the phase "encoder", where head_dim asks for the encoder's; the mode says
     # who serves verify and draft
