@@ -66,8 +66,8 @@ NEW_TOKENS, CONTEXT, CHUNK = 32, 2048, 128
 MOST_DIVERGENCE = 1.25
 """In bfloat16, as a multiple of transformers' own divergence from float32."""
 MOST_PERPLEXITY = {"bfloat16": 1.01, "fp8_e4m3": 1.02, "fp8_e5m2": 1.05, "fp4_e2m1": 1.35}
-"""By the KV dtype, as a multiple of float32's perplexity. On `native` the first three came to 0.9998,
-1.0064 and 1.018. That of 4 bits waits for its first figure."""
+"""By the KV dtype, as a multiple of float32's perplexity. On `native` the first three came to
+0.9998, 1.0064 and 1.018. That of 4 bits waits for its first figure."""
 
 
 class Subject:
