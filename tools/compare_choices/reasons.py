@@ -8,6 +8,7 @@ DIMS = {
     "flashinfer": "its kernels over pages are made for heads of 64, 128 and 256 with V like K",
     "trtllm_mha": "its kernels are made for heads of 64, 128 and 256",
     "aiter": "with keys split, its kernel compiles for powers of two alone, K and V alike",
+    "fa3": "it is not built for heads of 80 and 112, and pads in its own copy of K and V alone",
     "intel_amx": "its kernels transpose 32 values at a time",
 }
 ALIBI = "its kernels take no bias by distance, which the engine passes to none; Triton's do"
@@ -63,11 +64,7 @@ LOOKED_AT: Mapping[tuple[str, str, str], str] = {
     ("vLLM", "FLASH_ATTN", "version, alibi"): f"{FA2}, and take no bias by distance",
     ("vLLM", "FLASH_ATTN", "vendor, version, alibi"): f"{FA2}, and take no bias by distance",
     ("vLLM", "FLASH_ATTN", "alibi"): "FlashAttention 2 has ALiBi; 3 and 4, and the XPU's, do not",
-    (
-        "vLLM",
-        "FLASH_ATTN",
-        "ranks later",
-    ): "fa4 takes the heads for prefill alone, and Triton serves both phases",
+    ("vLLM", "FLASH_ATTN", "ranks later"): "heads of 80 or 96: Triton decodes them, by rank",
     **{
         ("vLLM", "FLASH_ATTN", why): XPU
         for why in (
