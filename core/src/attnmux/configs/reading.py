@@ -9,6 +9,7 @@ from typing import Any
 
 from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.gguf_files import gguf_file, read_gguf
+from attnmux.configs.hub import EXPECTED, local_path
 from attnmux.configs.kv_schemes import kv_scheme
 from attnmux.configs.values import parts_of, stated
 from attnmux.configs.weights import weights_dtype
@@ -35,7 +36,8 @@ def request_from_model(
     The dtype is the one that it states, else that of the weights. The KV dtype is that of the
     checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
-    path: the folder or the file. transformers reads GGUF files (`attnmux-transformers[gguf]`).
+    path: the folder, the file, or an id of the Hugging Face Hub, of which config.json is downloaded
+    unless a folder has that name. transformers reads GGUF files (`attnmux-transformers[gguf]`).
     tp: divides the heads; KV heads replicate below one.
     dtype, kv_dtype: replace the checkpoint's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
@@ -45,8 +47,9 @@ def request_from_model(
     Raises UnknownModel for such a type otherwise, and InvalidInput if there is no usable
     config.json, if `tp` does not divide the heads, and for layers that cannot be skipped.
     """
-    dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(Path(path))
-    config = _with_quantisation(Path(path))
+    path = local_path(path)
+    dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(path)
+    config = _with_quantisation(path)
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
     asked = {name: Request.canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
@@ -115,5 +118,4 @@ def load_config(path: Path) -> dict[str, Any]:
         if isinstance(config, dict):
             return config
         got = f"{file}, which is not a JSON object"
-    expected = "a folder with a Hugging Face config.json, that file, or a GGUF file"
-    raise InvalidInput("model", got=got, expected=expected)
+    raise InvalidInput("model", got=got, expected=EXPECTED)

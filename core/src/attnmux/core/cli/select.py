@@ -41,7 +41,9 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.command()
 @click.option("--platform", "platforms", multiple=True, help=PLATFORM, shell_complete=PLATFORMS)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
-@click.option("--model", help="A folder with a Hugging Face config.json, or a GGUF file.")
+@click.option(
+    "--model", help="A folder with a config.json, an id of the Hugging Face Hub, or a GGUF file."
+)
 @click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--kv-dtype-skip", "skip", metavar="LAYERS", help=SKIP)
