@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import transformers
-from click import UsageError
+from click import Option, UsageError
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +23,7 @@ from attnmux.transformers import recall
 from attnmux.transformers.cli import command as cli
 from attnmux.transformers.cli import prompts as cli_prompts
 from attnmux.transformers.cli import run as cli_run
+from attnmux.transformers.cli.groups import GROUPS
 from attnmux.transformers.engine.engine import PREFILL_TOKENS
 
 USUAL = "native" if "cxx_compiler" in probe_cpu().features else "torch_native"
@@ -61,6 +62,17 @@ def test_the_verb_is_advertised():
 def test_the_option_has_the_engine_s_default():
     (option,) = [each for each in cli.generate.params if each.name == "prefill_tokens"]
     assert option.default == PREFILL_TOKENS
+
+
+def test_help_has_every_option_once_in_a_group():
+    common = {"no_stream", "as_json", "no_plugins", "debug"}
+    options = {str(each.name) for each in cli.generate.params if isinstance(each, Option)}
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(options - common)
+    text = attnmux("--help").output
+    headings = [f"{group}:" for group in GROUPS]
+    assert [line for line in text.splitlines() if line in headings] == headings
+    assert text.count("\n  --draft-tokens ") == 1
 
 
 @pytest.mark.parametrize(

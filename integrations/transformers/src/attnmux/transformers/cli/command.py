@@ -11,13 +11,14 @@ from pathlib import Path
 import click
 
 from attnmux.core.verbs import FiniteRange, Run, common_options, pass_run
+from attnmux.transformers.cli.groups import GroupedCommand
 from attnmux.transformers.cli.prompts import read_prompts
 from attnmux.transformers.requests.sampling_params import SamplingParams
 
 AT_LEAST_1 = click.IntRange(min=1)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option(
     "--prompts",
