@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from random import SystemRandom
+from time import monotonic
 
 import click
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attnmux.core import InvalidInput, NoBackend, Plugins
 from attnmux.core.verbs import FiniteRange, Run, common_options, pass_run
@@ -147,7 +148,7 @@ def verify(
     )
     trials = run_trials(candidate, plan, jobs=jobs, timeout=timeout)
     trials = stopping(kept.keeping(trials) if kept else trials, fail_fast=fail_fast)
-    outcomes = list(trials if as_json else _track(trials, candidate))
+    outcomes = list(trials if as_json else _track(trials, candidate, plan))
     if pattern and not outcomes and not plan.resumed:
         expected = f"a pattern in the name of a case, such as {cases[0].name}"
         raise InvalidInput("-k", got=repr(pattern), expected=expected)
@@ -209,13 +210,27 @@ def _exit_code(verification: Verification) -> int:
     return 0 if verification.count("passed") else NOTHING_RAN
 
 
-def _track(trials: Iterable[Outcome], candidate: Candidate) -> Iterator[Outcome]:
-    """The trials, with a progress bar if stderr is a terminal."""
+def _track(trials: Iterable[Outcome], candidate: Candidate, plan: Plan) -> Iterator[Outcome]:
+    """The trials, with the number of fixed cases and then the time of sampling, if stderr is a
+    terminal."""
     console = Console(stderr=True)
-    yield from track(
-        trials,
-        description=f"{candidate.card.name} on {candidate.device}",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
+    name = f"{candidate.card.name} on {candidate.device}"
+    quiet = not console.is_terminal
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet
+    ) as progress:
+        total = len(plan.fixed)
+        fixed = progress.add_task(
+            f"{name}: cases", total=total, visible=total > 0, told=f"0 of {total}"
+        )
+        sampling, begun = None, 0.0
+        for count, outcome in enumerate(trials, 1):
+            yield outcome
+            if count <= total:
+                progress.update(fixed, completed=count, told=f"{count} of {total}")
+                continue
+            if sampling is None:
+                begun = monotonic()
+                sampling = progress.add_task(f"{name}: samples", total=plan.budget, told="")
+            progress.update(sampling, completed=monotonic() - begun, told=str(count - total))
