@@ -285,17 +285,31 @@ class FakeBackend(AttentionBackend):
     def relative(
         self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Q and K with as many dims more as there are keys, whose product is the relative bias.
+        """Q and K with more dims, whose product is the relative bias, before scaling.
 
-        Q has the bias of each key there, before scaling, and K a one at its own place.
+        A dim for each key: Q has its bias there, and K a one at its own place. If they are fewer, a
+        dim for each query and head of a group: K has its bias there, and Q a one.
         """
         assert layer.relative_bias is not None
-        reach = layer.relative_reach
-        distances = torch.arange(len(k), device=k.device) - positions.unsqueeze(1)
+        reach, (num_q, num_heads, _), (num_k, num_groups, _) = (
+            layer.relative_reach,
+            q.shape,
+            k.shape,
+        )
+        distances = torch.arange(num_k, device=k.device) - positions.unsqueeze(1)
         columns = distances.clamp(-reach, 0 if layer.is_causal else reach) + reach
-        of_queries = layer.relative_bias.double()[:, columns].transpose(0, 1) / layer.scaling
-        of_keys = torch.eye(len(k), dtype=torch.float64, device=k.device)
-        of_keys = of_keys.unsqueeze(1).expand(-1, k.shape[1], -1)
+        bias = layer.relative_bias.double()[:, columns] / layer.scaling
+        group = num_heads // num_groups
+        dims = min(num_k, num_q * group)
+        ones = torch.eye(dims, dtype=torch.float64, device=k.device)
+        if dims == num_k:
+            of_queries = bias.transpose(0, 1)
+            of_keys = ones.unsqueeze(1).expand(-1, num_groups, -1)
+        else:
+            of_queries = ones.view(num_q, 1, group, dims).expand(-1, num_groups, -1, -1)
+            of_queries = of_queries.reshape(num_q, num_heads, dims)
+            of_keys = bias.view(num_groups, group, num_q, num_k).permute(3, 0, 2, 1)
+            of_keys = of_keys.reshape(num_k, num_groups, dims)
         return torch.cat([q.double(), of_queries], dim=-1), torch.cat([k.double(), of_keys], dim=-1)
 
     def attend(
