@@ -13,7 +13,7 @@ from attnmux.core import (
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
-from attnmux.sglang.pools import ForeignRequestTable
+from attnmux.sglang.request_table import ForeignRequestTable
 
 PAGE, PAGES, HEADS, DIM, V_DIM, RANK, ROPE = 4, 9, 2, 6, 4, 8, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -18,7 +18,7 @@ from attnmux.core import (
     SWAKVPool,
 )
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
-from attnmux.core.kv.quantise import MAGNITUDES, pack_rows
+from attnmux.core.contract.quantise import MAGNITUDES, pack_rows
 from attnmux.parts import DraftKeys
 from attnmux.testing.reference.wide_rows import wide_rows
 

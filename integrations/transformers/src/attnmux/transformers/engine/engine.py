@@ -269,28 +269,31 @@ class Engine:
         with self._turn():
             if accounts.running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
-            accounts.settle()
-            plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
-            laps.lap("schedule")
-            if plan is not None:
-                drafts = self._draft(plan, laps)
-                with accounts.step(plan, laps) as running:
-                    self.runner.ranks.steps.check_step(plan.kind, plan.told)
-                    step: Launched | Verification
-                    if self._speculation is not None and drafts is not None:
-                        self._execution.forget()
-                        step = self._speculation.launch(plan.decoding, drafts, laps)
-                    else:
-                        ahead, accounts.ahead = accounts.ahead, None
-                        step = ahead or self._execution.launch(plan, laps)
-                        if self._runs_ahead and self._scheduler.repeats(plan):
-                            laps.lap("schedule")
-                            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
-                    delivery = Delivery(plan, accounts.outputs, self.stats)
-                    tokens = step.wait(laps)
-                    running.commits = True
-                    num_new = self._commit(plan, tokens, delivery)
-                    step.tell()
+            try:
+                accounts.settle()
+                plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
+                laps.lap("schedule")
+                if plan is not None:
+                    drafts = self._draft(plan, laps)
+                    with accounts.step(plan, laps) as running:
+                        self.runner.ranks.steps.check_step(plan.kind, plan.told)
+                        step: Launched | Verification
+                        if self._speculation is not None and drafts is not None:
+                            self._execution.forget()
+                            step = self._speculation.launch(plan.decoding, drafts, laps)
+                        else:
+                            ahead, accounts.ahead = accounts.ahead, None
+                            step = ahead or self._execution.launch(plan, laps)
+                            if self._runs_ahead and self._scheduler.repeats(plan):
+                                laps.lap("schedule")
+                                accounts.ahead = self._execution.launch(plan, laps, ahead=True)
+                        delivery = Delivery(plan, accounts.outputs, self.stats)
+                        tokens = step.wait(laps)
+                        running.commits = True
+                        num_new = self._commit(plan, tokens, delivery)
+                        step.tell()
+            finally:
+                accounts.running = None  # also where an interrupt hits the end of the block above
             self._tell(plan, num_new, laps)
         return accounts.outputs.hand_over()
 
