@@ -142,9 +142,12 @@ def test_the_suite_finds_each_and_sets_the_state_back(full: bool) -> None:
     for mutant in MUTANTS if full else MUTANTS[start::SHARE]:
         gc.collect()
         state = SideEffects(torch.device("cpu"))
+        grad = torch.is_grad_enabled()
         name, message = first_failure(mutant)
         assert name, f"missed: {mutant.name}"
         gc.collect()
+        # A mode that ends with its backend sets back the grad mode in which it began
+        torch.set_grad_enabled(grad)
         with state.watch(f"the suite, after {mutant.name}: {message},"):
             pass
 
