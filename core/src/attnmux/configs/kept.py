@@ -9,7 +9,7 @@ from attnmux.core import InvalidInput
 
 ARGUMENT = "kv_dtype_skip"
 KINDS = ("sliding_window", "attention_chunk", "full_attention")
-"""Of layers that may differ in KV dtype. A layer with a window and chunks is of the first."""
+"""Kinds of layers that may differ in KV dtype. One with a window and chunks is the first kind."""
 
 NUMBERS = re.compile(r"(\d+)(?:-(\d+))?")
 

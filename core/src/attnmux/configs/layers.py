@@ -11,12 +11,12 @@ from attnmux.configs.families import FAMILIES, PLAIN, family_of
 from attnmux.core import InvalidInput, Request
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
-"""Of layers that see a window and keys that stand for blocks of tokens (DeepSeek-V4)."""
+"""Kinds of layers that see a window and keys that stand for blocks of tokens (DeepSeek-V4)."""
 WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"}) | COMPRESSED
 CHUNKED = frozenset({"chunked_attention"})
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 PICKED_BLOCKS = frozenset({"minimax_m3_sparse"})
-"""Of layers whose indexer picks blocks of keys, for each KV head."""
+"""Kinds of layers whose indexer picks blocks of keys, for each KV head."""
 UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
 ATTENTION = WINDOWED | CHUNKED | INDEXED | PICKED_BLOCKS | UNRESTRICTED
 

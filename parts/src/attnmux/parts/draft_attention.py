@@ -27,7 +27,7 @@ class Trees:
 
     @classmethod
     def blank(cls, batch_size: int, width: int, device: torch.device) -> Trees:
-        """Of requests with a prefix of one token and `width` drafts that see all of each other."""
+        """Trees of requests with a prefix of one token. Each of `width` drafts sees the others."""
         return cls(
             lens=torch.ones(batch_size, dtype=torch.int32, device=device),
             positions=torch.zeros(batch_size, dtype=torch.int64, device=device),
@@ -113,7 +113,7 @@ class DraftAttention(Protocol):
         q_rope: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `attend_to_drafts`."""
+        """See `attend_to_drafts`."""
 
 
 def attend_to_drafts(

@@ -20,8 +20,8 @@ class KeyPart(Generic[K]):
     """Keys of a step that are attended to at once, and new tokens that see them."""
 
     batch: ForwardBatch
-    """Of the requests that have such keys, which each of its tokens sees as an encoder's. The own
-    keys of a step's new tokens make the first part, and are seen causally."""
+    """Step of the requests that have such keys, which each of its tokens sees as an encoder's. The
+    own keys of a step's new tokens make the first part, and are seen causally."""
     tokens: slice
     """Their new tokens' rows in the step, after which rows of no request may come."""
     keys: K

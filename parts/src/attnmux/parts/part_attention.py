@@ -172,7 +172,7 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None
 
 
 def _own_layers(layers: Sequence[LayerSpec], request: Request) -> list[LayerSpec]:
-    """Of the new tokens of each layer: K and V of a call have no scales."""
+    """The layers for a call's own tokens, whose K and V have no scales."""
     return [
         _expanded(layer, request)
         if layer.kind == "mla"

@@ -176,7 +176,7 @@ class PickedBlocksBackend(CompositeBackend):
         self._rows = rows
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
-        """Of layers that see all of their keys."""
+        """Route of layers that see all of their keys."""
         layer = self.dense.context.layer(call.layer.layer_id)
         return self.dense, structs.replace(call, layer=layer), self.step_of(self.dense)
 

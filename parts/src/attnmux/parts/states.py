@@ -13,8 +13,8 @@ from attnmux.core.plugin import StatePool, check_device, check_vector
 Key = TypeVar("Key", bound=Hashable)
 
 COPIED_BYTES = 256 << 20
-"""Of states that `accept` copies at once: layers are copied together, to take few launches, but not
-so many that the copies need much memory."""
+"""Bytes of states that `accept` copies at once: layers are copied together, to take few launches,
+but not so many that the copies need much memory."""
 
 
 class LinearStatePool(StatePool):
@@ -122,7 +122,7 @@ class LinearStatePool(StatePool):
 
     @property
     def draft_nbytes(self) -> int:
-        """Of them, those of states after draft tokens."""
+        """Bytes of the states after draft tokens, which `nbytes` includes."""
         return sum(buffer.nbytes for buffer in self.draft_buffers)
 
     @property

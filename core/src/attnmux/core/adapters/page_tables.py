@@ -28,8 +28,8 @@ class KeyGroup:
 
     is_cross: bool
     page_size: int
-    """Of the table. With an encoder, the decoder's keys may begin in mid-page: then the table names
-    slots, and the pool is viewed in pages of one token."""
+    """Page size of the table. With an encoder, the decoder's keys may begin in mid-page: then the
+    table names slots, and the pool is viewed in pages of one token."""
     pool_group: int
     """The result of `KVPool.group_of`."""
     layer_id: int = field(compare=False)

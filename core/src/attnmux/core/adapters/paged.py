@@ -30,7 +30,7 @@ class PagedLayer:
     """A prepared layer over pages of K and V."""
 
     arguments: dict[str, Any]
-    """Those of the kernel that no step changes, by its names."""
+    """Arguments of the kernel that no step changes, by its names."""
     group: KeyGroup | None = None
     """None for a layer that the pool does not store."""
     kv: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -42,7 +42,7 @@ class PagedBackend(LibraryBackend[K, L, S, B], Generic[K, L, S, B]):
 
     @cached_property
     def key_groups(self) -> tuple[KeyGroup, ...]:
-        """Those that a step's page tables are built for."""
+        """Groups of keys that a step's page tables are built for."""
         groups = (layer.group for layer in self._layers.values() if layer.group is not None)
         return tuple(dict.fromkeys(groups))
 

@@ -20,7 +20,7 @@ from attnmux.core.linear.layer import ConvCall, LinearLayerSpec
 from attnmux.core.linear.states import StatePool
 
 CHANNELS, TAPS = 16, 4
-"""Of the convolution that is rehearsed."""
+"""Size of the convolution that is rehearsed."""
 
 MODES = {
     "extend": ForwardMode.EXTEND,

@@ -31,14 +31,14 @@ DEFAULT_RANK = 1000
 """The rank where no prior holds."""
 
 MOST_CLAUSES = 1000
-"""Of a card. Every question reads each of them."""
+"""Clauses of a card, at most. Every question reads each of them."""
 
 
 UNSOURCED: Mapping[str, str] = FrozenMapping()
 
 NAME = r"[A-Za-z0-9_-]+"
 NAME_EXPECTED = "letters, digits, _ and -"
-"""Of a backend or an option, so that `plugin/name` and `BACKEND.OPTION=VALUE` can be parsed."""
+"""The name of a backend or an option: `plugin/name` and `BACKEND.OPTION=VALUE` can be parsed."""
 
 
 def _check_alternatives(name: str, alternatives: tuple[str, ...]) -> None:
@@ -156,7 +156,7 @@ class Build(Plain):
 
     name: str
     features: tuple[str, ...] = ()
-    """Of `Platform.features`, all needed."""
+    """Names in `Platform.features`, all needed."""
     arch: tuple[str, ...] = ()
     """The architectures that it is for, as `Platform.arch`. Empty: all."""
     requires: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from attnmux.core.facts.fields import read_fields
 from attnmux.core.facts.frozen import Plain
 
 LARGEST = 2**31 - 1
-"""Of a number in a card: sizes of tensors and kernels' arguments end here."""
+"""The largest number in a card: sizes of tensors and kernels' arguments end here."""
 
 EXPECTED: Mapping[str, str] = {
     "words": "a condition on texts, such as one_of(…) or ANY",
@@ -116,7 +116,7 @@ class Clause(Plain):
 
     arch: Limit = ANY
     version: Limit = ANY
-    """Of the architecture, as text: compute capability 9.0, `versions(">=9.0,<10")`."""
+    """Version of the architecture, as text: compute capability 9.0, `versions(">=9.0,<10")`."""
     features: Limit = ANY
     runtime: Limit = ANY
     num_q_heads: Limit = ANY

@@ -61,6 +61,6 @@ class Figures(Plain):
 
 
 def product_of(name: str, vendor: str) -> str:
-    """As `Figures.product`: the words of a device's name, joined by underscores."""
+    """`Figures.product` of a device: the words of a device's name, joined by underscores."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "_".join(words[1:] if words[:1] == [vendor] else words)

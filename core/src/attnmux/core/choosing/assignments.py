@@ -34,7 +34,7 @@ Merit = tuple[int, int]
 """(place among the asker's preferences, rank); the smaller is better."""
 
 Key = tuple[object, ...]
-"""Of an assignment; the smallest wins."""
+"""What assignments are compared by; the smallest wins."""
 
 Scored = Sequence[tuple[Merit, Offer]]
 

@@ -36,7 +36,7 @@ class Choice(Fact):
     virtual_requests: bool = False
     """Both as on the card."""
     origin: str = ""
-    """Who named the backend: user, env or config; empty for an automatic choice."""
+    """Source of the backend's name: user, env or config; empty for an automatic choice."""
 
     def __post_init__(self) -> None:
         read_fields(self, self.noun)

@@ -48,7 +48,7 @@ class Part(ABC):
     """Whether it is built around the backend of each group of layers that are alike, or once around
     the backend of all of them."""
     level: ClassVar[int] = 0
-    """Of two parts around the same, the one with the lower level is inside; then names decide."""
+    """The part with the lower level is inside, of two around the same; then names decide."""
     phases: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
     """For each phase that `left` takes from the request, the ask and its phase whose backend the
     decision lists instead. An empty ask means the main backends."""

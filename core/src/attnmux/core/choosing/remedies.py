@@ -19,7 +19,7 @@ Changes = tuple[tuple[str, str], ...]
 """Fields of the request and their new values, as text."""
 
 Addresses = Mapping[str, None]
-"""Of offers, in their order."""
+"""Addresses of offers, in their order."""
 
 
 class Remedies:

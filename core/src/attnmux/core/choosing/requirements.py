@@ -18,7 +18,7 @@ from attnmux.core.facts.libraries import (
 from attnmux.core.facts.platform import Platform
 
 STATES = ("present", "too old", "too new", "missing")
-"""Of a required library, best first."""
+"""States of a required library, best first."""
 LOWER_BOUNDS = (">=", ">", "~=", "==")
 
 

@@ -65,7 +65,7 @@ class Asking:
     policy: Policy
     """The asker's."""
     rank: Callable[[Decision, str], int]
-    """Of the backend of a phase."""
+    """The rank of the backend of a phase."""
 
     def served(
         self, mains: Sequence[Decision], request: Request, left: Request, parts: Sequence[Named]

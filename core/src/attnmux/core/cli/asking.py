@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     """The platform named on the command line."""
     answer: Decision | NoBackend
     measurements: tuple[Measurement, ...] = ()
-    """Of this machine, that the answer followed."""
+    """Measurements of this machine that the answer followed."""
 
     @property
     def is_measured(self) -> bool:

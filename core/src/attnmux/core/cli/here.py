@@ -35,7 +35,7 @@ class Backend:
 
     @property
     def vendors(self) -> list[str]:
-        """Those that the card serves; empty where a clause does not list them."""
+        """Vendors that the card serves; empty if a clause does not list them."""
         listed = [clause.vendor.examples() for clause in self.offer.card.clauses]
         return sorted({str(name) for names in listed for name in names}) if all(listed) else []
 

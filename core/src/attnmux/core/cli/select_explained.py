@@ -41,7 +41,7 @@ class Figured(Plain):
 
     phase: str
     source: str
-    """Who measured, where and on which shape."""
+    """Source of the figures: who measured, where and on which shape."""
     times: Mapping[str, Mapping[str, float]]
     """By workload and backend (`plugin/name`), microseconds of one layer's call."""
 
@@ -58,7 +58,7 @@ class Explanation:
     others: tuple[tuple[str, tuple[Outcome, ...]], ...] = ()
     """The outcomes for each group of other layers, which the text describes."""
     figures: tuple[Figured, ...] = ()
-    """Of the first group's layers; empty where priors decided."""
+    """Figures of the first group's layers; empty if priors decided."""
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -42,7 +42,7 @@ class CompositeBackend(AttentionBackend):
 
     @abstractmethod
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
-        """Who attends in a layer of a prepared step."""
+        """The backend that attends in a layer of a prepared step."""
 
     def step_of(self, member: AttentionBackend) -> ForwardBatch:
         """The prepared step as the member gets it."""

@@ -72,7 +72,7 @@ def _own_masks(batch: ForwardBatch, spec: SpecInput, first: int, last: int) -> S
 
 
 def _new_tokens(batch: ForwardBatch) -> list[int]:
-    """Of each request."""
+    """New tokens of each request."""
     if not batch.forward_mode.is_extend():
         return [1] * batch.batch_size
     (new, _), mirror = batch.extend_lens(), batch.extend_seq_lens_cpu

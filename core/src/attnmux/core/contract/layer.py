@@ -64,8 +64,8 @@ class LayerSpec:
     of 0 in a causal layer. i and j are places in the sequence. Only self attention of kind "mha"
     without a cap has it."""
     kv_dtype: str | None = None
-    """Of its K and V in the pool, as requests name it, where the layer keeps another dtype than the
-    decision's: see `LayerGroup`. None: the decision's."""
+    """Dtype of its K and V in the pool, as requests name it, if it is not the decision's: see
+    `LayerGroup`. None: the decision's."""
     k_scale: float | None = None
     v_scale: float | None = None
     """Factors for quantised K and V when they are read: see `KVPool.read_scales`. K and V that a

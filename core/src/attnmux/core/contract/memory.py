@@ -52,7 +52,7 @@ def allocate_zeroed(
 
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `torch.zeros`, on CPUs in pages of 2 MiB where Linux gives them to those who ask.
+    """Like `torch.zeros`; on CPUs in pages of 2 MiB, if Linux gives them to those who ask.
 
     Rows of a pool lie apart: with pages of 4 KiB, nearly each read would look up another one. A
     page takes memory and time when it is first written.

@@ -28,10 +28,10 @@ class Interface:
     name: str = ""
     """"function", "Class", "Class.method" or "VALUE"; empty for the module alone."""
     parameters: tuple[str, ...] | None = None
-    """Those that are passed or overridden, in their order, without `self` and `cls`; any other must
+    """Names that are passed or overridden, in their order, without `self` and `cls`; any other must
     have a default. None: it is not called."""
     attributes: tuple[str, ...] = ()
-    """Of a class: members, also inherited ones, and what its methods set on `self`. Of a function:
+    """For a class: members, also inherited ones, and what its methods set on `self`. Of a function:
     what it sets on its arguments."""
 
     def __str__(self) -> str:

@@ -57,7 +57,7 @@ def _runtime(question: Asked) -> Value | None:
 
 
 def _head_dim(question: Asked) -> Value | None:
-    """Of the heads that the kernel sees: kernels of a latent kind see the latent instead."""
+    """Dim of the heads that the kernel sees: kernels of a latent kind see the latent instead."""
     request = question.request
     if question.phase not in CACHED:
         return request.encoder_head_dim

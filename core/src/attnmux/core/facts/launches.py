@@ -78,14 +78,14 @@ class Job:
     when it is done, so that progress can be shown."""
 
     request: Request
-    """As decided: page size and KV dtype are set."""
+    """The decided request: page size and KV dtype are set."""
     platform: Platform
     device: str
     """torch's name: "cuda:0"."""
     options: Mapping[str, object]
     """All options of the backend."""
     launches: tuple[TunedLaunch, ...] = ()
-    """As `BackendContext.launches`."""
+    """See `BackendContext.launches`."""
     together: Together = Together()  # noqa: RUF009  # without state
     """A tuner that goes on from the fastest launch measures by it, so that all ranks of a group try
     the same launches."""

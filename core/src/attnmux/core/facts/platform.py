@@ -50,7 +50,7 @@ class Platform(Fact):
     """The product, "NVIDIA H200"."""
     count: Positive = 1
     memory_bytes: Whole = 0
-    """Of one device; 0 where it is unknown, or shared with the CPU and not reported."""
+    """Memory of one device; 0 if it is unknown, or shared with the CPU and not reported."""
     core_count: Whole = 0
     """SMs or compute units of one device, or the CPU cores that this process may use; 0 unknown."""
     is_here: bool = field(default=True, repr=False, compare=False)
@@ -80,7 +80,7 @@ class Platform(Fact):
         return frozenset(row.device_type for row in VENDORS.values())
 
     def __str__(self) -> str:
-        """As `parse` reads it (without the product's name and the core count)."""
+        """Text that `parse` reads, without the product's name and the core count."""
         parts = [f"{self.vendor}:{self.arch}"]
         known = VENDORS.get(self.vendor)
         if known is None:

@@ -88,7 +88,7 @@ class Policy:
     failed: Mapping[str, BackendFailed] = field(default_factory=FrozenMapping)
     """By `plugin/name`: backends that this process tried and could not make."""
     origins: Annotated[Mapping[str, str], _origins] = field(default_factory=FrozenMapping)
-    """Who named the backends, by field; "user" where absent."""
+    """Source of each named backend, by field; "user" if absent."""
 
     def __post_init__(self) -> None:
         read_fields(self, "policy")
@@ -103,7 +103,7 @@ class Policy:
         return None
 
     def origin_of(self, phase: str) -> str:
-        """Who named the backend of a leading phase: user, env or config; else empty."""
+        """Source of the name for a leading phase: user, env or config; empty without a name."""
         given = self.named_for(phase)
         return "" if given is None else self.origins.get(given[0], "user")
 

@@ -21,7 +21,7 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.reading import Fact
 
 FORMAT = 1
-"""Of the files; other formats are not read."""
+"""The format of the files; others are not read."""
 
 MOST_BYTES = 64_000_000
 
@@ -93,7 +93,7 @@ class Record(Fact):
     """`plugin/name`."""
     device: Annotated[Device, Check("a Device of texts")]
     versions: Versions
-    """Of the plugin and its libraries, by distribution."""
+    """Versions of the plugin and its libraries, by distribution."""
     median_us: Microseconds
     date: Annotated[
         datetime, Check("a date with its time zone", lambda date: date.utcoffset() is not None)
@@ -104,7 +104,7 @@ class Record(Fact):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Of two records with the same key, the later counts."""
+        """What identifies a record: the later of two with the same key counts."""
         names = ("backend", "device", "versions", *self.keyed_by)
         return tuple(getattr(self, name) for name in names)
 
@@ -124,7 +124,7 @@ class Record(Fact):
 
     @classmethod
     def opened(cls: type[R], path: Path, *, writable: bool = False) -> Records[R]:
-        """As `read`, but raises OSError as `read_file` does."""
+        """Like `read`, but raises OSError as `Files.read` does."""
         data: Any = None
         try:
             data = json.loads(Files.read(str(path), MOST_BYTES, writable=writable))

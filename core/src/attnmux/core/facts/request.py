@@ -31,7 +31,7 @@ from attnmux.core.facts.values import (
 )
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
-"""Who may set a value; the earlier ones override the later ones."""
+"""Sources of a value; the earlier ones override the later ones."""
 
 
 def _origins(name: str, value: Any) -> Any:  # noqa: ANN401  # reads any value
@@ -68,7 +68,7 @@ class Request(Plain):
     num_q_heads: Count = None
     num_kv_heads: Count = None
     head_dim: Count = None
-    """Of Q and K."""
+    """Dim of Q and K."""
     v_head_dim: Count = None
     """None: as `head_dim`."""
     kv_lora_rank: Count = None
@@ -80,7 +80,7 @@ class Request(Plain):
     """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
     demands nothing of backends; see `PickedBlocksBackend`."""
     encoder_head_dim: Count = None
-    """Of a multimodal model's encoder, which has its own heads."""
+    """Dim of the heads of a multimodal model's encoder."""
     dtype: Dtype = None
     kv_dtype: Dtype = None
     """None: as `dtype`."""
@@ -147,7 +147,7 @@ class Request(Plain):
     max_error: Measure = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
     origins: Annotated[Mapping[str, str], _origins] = field(default_factory=FrozenMapping)
-    """Who set each value that is set: one of ORIGINS. Values without an origin are the user's."""
+    """Source of each value that is set: one of ORIGINS. Values without an origin are the user's."""
 
     def __post_init__(self) -> None:
         given = read_fields(self)

@@ -41,7 +41,7 @@ ALIASES = {
     "float8_e4m3fnuz": "fp8_e4m3fnuz",
     "fp4": "fp4_e2m1",
 }
-"""Of dtypes."""
+"""Other names of dtypes."""
 
 OptionValue = bool | int | float | str
 """A value of a backend's option."""

@@ -92,4 +92,4 @@ class Coercion(Plain):
     new: str
     because: str
     origin: str
-    """Who set the old value: user, env, config, model, platform or default."""
+    """Source of the old value: user, env, config, model, platform or default."""

@@ -63,12 +63,12 @@ class ShortConvolutions(ABC):
 
     @abstractmethod
     def run(self, call: ConvCall, batch: ForwardBatch) -> None:
-        """As `LinearAttentionBackend.forward_conv`: a decode step's convolution, or one of the
+        """Serve `LinearAttentionBackend.forward_conv`: a decode step's convolution, or one of the
         extend step that was prepared last. Tokens of no request get zeros."""
 
     @abstractmethod
     def verify(self, call: ConvCall, batch: ForwardBatch) -> None:
-        """As `LinearAttentionBackend.verify_conv`."""
+        """Serve `LinearAttentionBackend.verify_conv`."""
 
     def keep_drafts(self, call: ConvCall, batch: ForwardBatch) -> torch.Tensor:
         """Write the states after drafts, `StatePool.draft_conv`.
@@ -89,7 +89,7 @@ class PlainConvolutions(ShortConvolutions):
     """In plain torch, on any device and of any number of taps."""
 
     tokens: NewTokens
-    """Of the extend step that was prepared last."""
+    """New tokens of the extend step that was prepared last."""
 
     def prepare(self, batch: ForwardBatch) -> None:
         self.tokens = NewTokens.of(batch)

@@ -120,7 +120,7 @@ class ConvCall(msgspec.Struct, frozen=True, eq=False):
     """Whether the result goes through SiLU."""
     layer: LinearLayerSpec
     index: int
-    """Of the convolution in `layer.conv_dims`."""
+    """Place of the convolution in `layer.conv_dims`."""
     out: torch.Tensor
     """[T, C], contiguous."""
 

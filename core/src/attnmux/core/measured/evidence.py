@@ -38,9 +38,9 @@ class Timed(NamedTuple):
     times: Mapping[str, Times]
     """By address."""
     sizes: Mapping[str, int]
-    """Of decode's workloads: how many requests."""
+    """Requests of each of decode's workloads."""
     source: str
-    """Who measured, where, and if not here, on which shape."""
+    """Source of the times: who measured, where, and if not here, on which shape."""
 
 
 NOTHING = Timed({}, {}, "")

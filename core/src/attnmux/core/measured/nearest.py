@@ -59,7 +59,7 @@ def _kind(asked: Request) -> tuple[object, ...]:
 
 
 def _bits(dtype: str | None) -> int:
-    """Of a value. Formats of as many bits are equally fast."""
+    """Bits of a value. Formats of as many bits are equally fast."""
     digits = re.search(r"\d+", dtype or "")
     return int(digits[0]) if digits else 0
 

@@ -100,7 +100,7 @@ def ranking_by(evidence: Evidence) -> Ranking:
 
 
 def _source(timed: Timed, address: str) -> str:
-    """Who measured, and how long the backend takes."""
+    """Text that says who measured, and how long the backend takes."""
     own = timed.times[address]
     shares = {other: share_of(times, own) for other, times in timed.times.items()}
     fastest = min(shares, key=lambda other: (shares[other], other != address, other))

@@ -30,7 +30,7 @@ STEP = re.compile(r"(decode|extend|verify):bs=([1-9][0-9]*),\S+")
 MOST_BYTES = 16_000_000
 
 Microseconds = tuple[float | None, ...]
-"""Of one layer's call, for each of a file's backends in their order. None: it has no right answer
+"""Times of one layer's call, for each of a file's backends in order. None: it has no right answer
 there, or does not serve."""
 
 
