@@ -108,7 +108,7 @@ def continued(ids: Sequence[int], num: int) -> tuple[int, ...]:
 
 
 WINDOW = 6
-"""Of the window layer, in half of the workloads: earlier tokens that a token sees there."""
+"""Earlier tokens that a token sees in the window layer, which half of the workloads have."""
 
 
 def window_tree(size: int, page_size: int, *, debug: bool) -> WindowPrefixTree:

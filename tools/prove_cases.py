@@ -151,7 +151,7 @@ def report(shares: Sequence[Share], ends: Sequence[str]) -> Iterator[str]:
 
 
 def option(text: str) -> tuple[str, str]:
-    """Of the backends: name and value."""
+    """Name and value of an option of the backends."""
     name, sign, value = text.partition("=")
     if not sign:
         raise argparse.ArgumentTypeError(f"{text!r} is no OPTION=VALUE")

@@ -35,7 +35,7 @@ from tools.train_recall import Sampler
 
 LEVELS = (64, 128, 256, 512, 1024)
 OWN_SHARE = 0.3
-"""Of the tokens that read the head's own output in the second pass."""
+"""Share of the tokens that read the head's own output in the second pass."""
 REPORT = 100
 
 

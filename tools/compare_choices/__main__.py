@@ -53,8 +53,8 @@ class Question(NamedTuple):
 
 
 def questions() -> Iterator[Question]:
-    """Those that a decoder asks: encoders have choosers of their own, and what no request expresses
-    has none."""
+    """Questions that a decoder asks: encoders have choosers of their own, and what no request
+    expresses has none."""
     for name, expected, config in run_path(str(MODELS))["ROWS"]:
         if expected.startswith("refused: "):
             continue

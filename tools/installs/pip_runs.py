@@ -130,7 +130,7 @@ def conclusion(stderr: str) -> str:
 
 
 def constraints_for(python: str, lines: Sequence[str]) -> list[str]:
-    """Those of a constraints file that hold on a version of Python, without their markers.
+    """Requirements of a constraints file that hold on a version of Python, without their markers.
 
     pip reads markers for the Python that runs it, whatever `--python-version` says.
     """

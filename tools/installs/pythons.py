@@ -17,7 +17,7 @@ TOOLS = (
     *("hatchling", "hypothesis", "pillow", "psutil", "pytest", "pytest-xdist"),
     *("mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"),
 )
-"""As `nox -s tests` installs them."""
+"""Packages as `nox -s tests` installs them."""
 SHOWN = ("torch", "triton", "transformers", "numpy")
 
 

@@ -31,15 +31,16 @@ below, and one key more or less far above."""
 FACTOR = 1.5
 """By so much the logits of one token may differ more than in the copy that moves them furthest."""
 COPIES = 64
-"""Of the model in float32, each rounded at random to 16 bits."""
+"""Copies of the model in float32, each rounded at random to 16 bits."""
 FEW_COPIES = 8
 """Each rounded at random in float32, where experts and keys that are picked seldom change."""
 ROUNDINGS = 2.0
-"""Of each module's output: sums and products between modules round too."""
+"""Roundings of each module's output: sums and products between modules round too."""
 MOST_VALUES = 1 << 17
-"""Of a module's output that is rounded: an encoder's tables of distances are larger, and slow."""
+"""Most values of a module's output that is rounded: an encoder's tables of distances are larger,
+and slow."""
 SHARE = 0.9
-"""Of the copies, those whose mean is within the bound of ours. A copy rounds twice what a kernel
+"""Share of the copies whose mean is within the bound of ours. A copy rounds twice what a kernel
 does: the means of kernels came to half this bound, those after a wrong position to 1.3 times at
 least."""
 
@@ -63,7 +64,7 @@ class Bounds:
     each: torch.Tensor
     """[prompts, new tokens] float32: of one token's logits."""
     mean: float
-    """Of the geometric mean over all tokens."""
+    """Bound of the geometric mean over all tokens."""
 
 
 @torch.inference_mode()
@@ -100,7 +101,8 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def geometric_mean(values: torch.Tensor) -> float:
-    """Of differences. The few that are large, after another pick, weigh little in it."""
+    """Geometric mean of differences. The few that are large, after another pick, weigh little in
+    it."""
     return float(values.clamp_min(torch.finfo(values.dtype).tiny).log().mean().exp())
 
 

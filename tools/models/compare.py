@@ -21,7 +21,7 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Differences:
-    """Of attnmux's logits from the reference."""
+    """Differences of attnmux's logits from the reference."""
 
     worst: float
     """The largest, as a share of the logits' spread."""

@@ -8,7 +8,8 @@ GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_expand": 2}
 BYTES = {"hidden_size": 32, "hidden_size_global": 64, "num_attention_heads": 4, "head_dim": 8}
 INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 32}
-"""Of few heads, many keys have no positive product with any of them, hence the same score."""
+"""Dims of an indexer: with few heads, many keys have no positive product with any of them, hence
+the same score."""
 REAL_OVERRIDES: Mapping[str, object] = {"index_head_dim": 128}
 """Where dims are those of deployed models, whatever the config's class."""
 SHARED_KV = {

@@ -15,7 +15,7 @@ class Recipe:
     """Makes the same models again. It imports no torch, which the parent of a run does without."""
 
     seed: int = 0
-    """Of dims, weights and prompts."""
+    """Seed of dims, weights and prompts."""
     dtype: str = "float32"
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     dims: DimsKind = "small"

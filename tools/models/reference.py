@@ -123,7 +123,7 @@ def randomise(model: PreTrainedModel, *, scaled: bool = False) -> None:
 
 
 def prompts_of(seed: int, vocabulary: int) -> list[list[int]]:
-    """Of uneven lengths, among them one of a single token; some begin as another does."""
+    """Prompts of uneven lengths, among them one of a single token; some begin as another does."""
     rng = random.Random(seed)
 
     def some(num: int) -> list[int]:

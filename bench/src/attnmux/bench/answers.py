@@ -89,7 +89,7 @@ def errors_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -
 
 
 def _sampled_heads(q_heads: int, kv_heads: int, device: torch.device) -> torch.Tensor:
-    """As many query heads of each KV head: float64 over all of them would take long."""
+    """The same number of query heads of each KV head: float64 over all of them would take long."""
     group = q_heads // kv_heads
     of_group = torch.arange(0, group, max(1, group // HEADS), device=device)
     starts = torch.arange(kv_heads, device=device) * group

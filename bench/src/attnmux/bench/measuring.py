@@ -86,7 +86,7 @@ class Bench:
     seconds: float = 0.3
     """Least time for one figure of one backend on one workload."""
     launches: tuple[TunedLaunch, ...] = ()
-    """As `BackendContext.launches`."""
+    """See `BackendContext.launches`."""
     together: Together = Together()  # noqa: RUF009  # without state
     """Called for every figure, so that the ranks of a group measure at the same time and all of
     them get the figure of the slowest."""

@@ -11,7 +11,7 @@ from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request
 
 DRAFTS = 4
-"""Of a request whose verification is timed, the token before them included."""
+"""Drafts of a request whose verification is timed, the token before them included."""
 
 DECODE = (
     *((1, 4096), (32, 4096), (8, 2048), (128, 1024), (1, 65536), (8, 32768)),

@@ -39,7 +39,7 @@ COLD_BYTES_CPU, MAX_LAYERS_CPU = 64e6, 6
 """The same for a CPU, whose steps take longer."""
 
 RELATIVE_REACH = 128
-"""Of the layers' `relative_bias`: T5's max_distance."""
+"""Reach of the layers' `relative_bias`: T5's max_distance."""
 
 MODES = {
     "decode": ForwardMode.DECODE,

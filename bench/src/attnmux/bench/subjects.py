@@ -58,7 +58,7 @@ class Subject(Generic[S]):
     build: Callable[[Decision, S, tuple[TunedLaunch, ...]], AnyBackend]
     """The decided backend, for the step's context."""
     errors: Callable[[S], Errors]
-    """Of the last run, against float64."""
+    """Errors of the last run, against float64."""
     limit: Callable[[S, BackendCard], float]
     """The largest relative error of a right answer."""
 

@@ -60,7 +60,7 @@ class TokensOfRanks:
 
     @classmethod
     def even(cls, group: RankGroup, num_tokens: int) -> TokensOfRanks:
-        """As many on each rank, as in a captured graph, whose batch is padded."""
+        """The same number of tokens on each rank, as in a captured graph, whose batch is padded."""
         return cls.of(group, (num_tokens,) * group.size)
 
     @property

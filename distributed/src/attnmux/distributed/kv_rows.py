@@ -28,7 +28,7 @@ class KVRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the integers."""
+        """Dtype of the integers."""
         widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
         parts = self._part_bytes
         return next(each for each in widths if not any(size % each.itemsize for size in parts))

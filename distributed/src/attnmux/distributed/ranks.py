@@ -104,7 +104,7 @@ class RankGroup:
 
     @classmethod
     def measuring(cls, device_type: str, device: str) -> RankGroup | None:
-        """As `start`, for ranks that measure; None in a process that no launcher started.
+        """Call `start` for ranks that measure; None in a process that no launcher started.
 
         device: named by the user. Raises InvalidInput for one, where each rank has its own.
         """

@@ -27,13 +27,13 @@ class ChunkRows:
     """Keys of earlier chunks."""
 
     rows: slice | torch.Tensor
-    """Of the gathered chunks."""
+    """Rows of the gathered chunks."""
     chunks: int
     """How many of the step's chunks must have arrived."""
 
 
 SplitKeys: TypeAlias = ChunkRows | torch.Tensor | None
-"""Those of earlier chunks, slots [n] int64 of the prefix, or None for the rank's own chunks."""
+"""Keys of earlier chunks, slots [n] int64 of the prefix, or None for the rank's own chunks."""
 
 
 def parts_of(

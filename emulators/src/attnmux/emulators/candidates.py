@@ -253,7 +253,8 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "vllm_xpu": Emulation(make=_vllm_xpu, page_sizes=(64,)),
     }
 )
-"""Of attention, by the name of the card. After a dash: the card with another emulator."""
+"""Emulations of attention, by the name of the card. After a dash: the card with another
+emulator."""
 
 EMULATED_LINEAR: Mapping[str, Emulation] = MappingProxyType(
     {
@@ -262,4 +263,4 @@ EMULATED_LINEAR: Mapping[str, Emulation] = MappingProxyType(
         "sgl_conv": _adapted(HOPPER, "sgl_conv", CONVOLUTIONS),
     }
 )
-"""Of linear layers, named in the same way."""
+"""Emulations of linear layers, named in the same way."""

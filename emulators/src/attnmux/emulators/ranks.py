@@ -40,7 +40,7 @@ class RankResult:
     error: str = ""
     """The traceback of what it raised."""
     exit_code: int | None = None
-    """Of a process that ended without a word; negative for a signal."""
+    """Exit code of a process that ended without a word; negative for a signal."""
 
 
 def run_ranks(
@@ -73,7 +73,7 @@ def end_ranks(
     seconds: float = 60.0,
     deadline: float = 120.0,
 ) -> list[RankResult]:
-    """As `run_ranks`, for functions of which some ranks are meant to fail."""
+    """Run a function as `run_ranks` does, but one of which some ranks are meant to fail."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     source = Path(function.__code__.co_filename)

@@ -97,7 +97,7 @@ class Compiler:
         self.arrays: dict[int, str] = {}
         """Expressions of the registers' arrays that are known."""
         self.handles: dict[int, str] = {place: f"h{place}" for place in range(num_handles)}
-        """Those of their handles, and of what is no handle."""
+        """Expressions of the registers' handles, and of what is no handle."""
 
     def function(self, form: Form, handle: type) -> Callable[[Sequence[Any]], Any] | None:
         """From the arguments' handles to the operation's result; None if none can be written."""

@@ -242,7 +242,7 @@ MODES = (
     *(ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE),
     ForwardMode.TARGET_VERIFY,
 )
-"""Of steps whose keys may lie on several ranks."""
+"""Modes of steps whose keys may lie on several ranks."""
 
 
 def can_be_split(case: Case, size: int) -> bool:

@@ -58,7 +58,7 @@ class Place:
     """A torch device."""
     offers: tuple[Offer, ...]
     launches: tuple[TunedLaunch, ...] = ()
-    """As `BackendContext.launches`."""
+    """See `BackendContext.launches`."""
     ranks: RankGroup | None = None
     """Processes that measure together, each on a device of its own; None for one alone."""
 
@@ -231,7 +231,7 @@ class Keeper:
 
     path: Path
     request: Request
-    """As asked: a choice follows measurements of the same shapes."""
+    """The request as asked: a choice follows measurements of the same shapes."""
     place: Place
     policy: Policy
     known: tuple[Measurement, ...]

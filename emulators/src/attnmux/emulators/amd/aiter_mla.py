@@ -37,7 +37,7 @@ from attnmux.emulators.amd.aiter_mla_work import merge, work
 from attnmux.emulators.nvidia.dense import attend, padded, unpadded
 
 COMPUTE_UNITS, MOST_PARTS = 304, 16
-"""Of an MI300X, and of `get_meta_param`."""
+"""Compute units of an MI300X, and most parts of `get_meta_param`."""
 FP8 = (torch.float8_e4m3fnuz, torch.float8_e4m3fn)
 BLOCKS = {16: (64, 128), 128: (16, 32)}
 """By heads: the keys that a part has at least, where keys are merged and over e4m3."""

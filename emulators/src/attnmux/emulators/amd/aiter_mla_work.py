@@ -21,7 +21,7 @@ from torch.library import Library
 from attnmux.emulators.nvidia.dense import attend
 
 COMPUTE_UNITS = 304
-"""Of an MI300X."""
+"""Compute units of an MI300X."""
 RANK = 512
 MOST_PARTS = 3
 Shape = tuple[object, torch.dtype]

@@ -36,7 +36,7 @@ SCHEMAS = {
         "-> ()"
     ),
 }
-"""Of the operators that compute."""
+"""Schemas of the operators that compute."""
 
 
 class DecodeShape(NamedTuple):

@@ -39,7 +39,7 @@ SCHEMA = (
     "dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None, int? "
     "out_dtype=None) -> (Tensor, Tensor)"
 )
-"""As `libtorch_npu.so` of torch-npu 2.13.0 and 2.14.0 registers it."""
+"""Schema that `libtorch_npu.so` of torch-npu 2.13.0 and 2.14.0 registers."""
 
 UNUSED = (
     *("pse_shift", "dequant_scale_query", "dequant_scale_key", "dequant_offset_key"),

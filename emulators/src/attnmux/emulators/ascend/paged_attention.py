@@ -16,7 +16,7 @@ SCHEMA = (
     "(Tensor query, Tensor key_cache, int num_kv_heads, int num_heads, float scale_value, "
     "Tensor block_table, Tensor context_lens, int mla_vheadsize, Tensor(a!) out) -> ()"
 )
-"""As torch-npu's op-plugin registers it in the namespace `atb`."""
+"""Schema that torch-npu's op-plugin registers in the namespace `atb`."""
 
 
 def emulated(

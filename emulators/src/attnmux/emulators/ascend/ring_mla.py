@@ -19,7 +19,8 @@ SCHEMA = (
     "Tensor? prev_lse=None, float qk_scale=1, str? kernel_type=None, str? mask_type=None, "
     "str? input_layout=None, str? calc_type=None) -> (Tensor, Tensor)"
 )
-"""As `libop_plugin_atb.so` of torch-npu 2.13.0 and 2.14.0 registers it in the namespace `atb`."""
+"""Schema that `libop_plugin_atb.so` of torch-npu 2.13.0 and 2.14.0 registers in the namespace
+`atb`."""
 
 NOPE, ROPE, MASK_SIZE = 128, 64, 512
 

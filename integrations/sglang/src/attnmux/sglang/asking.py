@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from attnmux.core import Decision, Platform
 
 NAME = "attnmux"
-"""Of SGLang's attention backend."""
+"""Name of the attention backend in SGLang."""
 SGLANG = "sglang>=0.5.22"
 """The versions of SGLang with the interfaces that this package uses, for pip."""
 OTHER = "take another --attention-backend"
 DRAFT = "DRAFT"
 """Stands for the draft model, which no request names."""
 DTYPES = ("bfloat16", "float16", "float32")
-"""Of SGLang's --dtype; the first for a model that states none."""
+"""Dtypes of SGLang's --dtype; the first for a model that states none."""
 
 
 class Refusal(NamedTuple):
     """A need that the integration does not serve."""
 
     field: str
-    """Of the request."""
+    """Field of the request."""
     has: Callable[[Request], object]
     expected: str
 

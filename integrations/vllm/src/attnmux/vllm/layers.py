@@ -74,7 +74,7 @@ def is_latent(layer: Any) -> bool:  # noqa: ANN401  # either layer
 
 
 def dense_spec(layer_id: int, layer: Attention, device: torch.device) -> LayerSpec:
-    """Of a layer of MHA or GQA."""
+    """Spec of a layer of MHA or GQA."""
     impl, scales = layer.impl, _scales(layer)
     return LayerSpec(
         layer_id=layer_id,
@@ -99,7 +99,7 @@ def _slopes(of_heads: Sequence[float] | None, device: torch.device) -> torch.Ten
 
 
 def latent_spec(layer_id: int, layer: MLAAttention) -> LayerSpec:
-    """Of a layer of latent attention, as it is called absorbed."""
+    """Spec of a layer of latent attention, as it is called absorbed."""
     return LayerSpec(
         layer_id=layer_id,
         kind="mla",

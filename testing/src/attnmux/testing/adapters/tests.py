@@ -450,7 +450,7 @@ class AdapterTests:
 
 
 class LatentTests(AdapterTests):
-    """Those of adapters over latents that leave expanded layers to another backend."""
+    """Tests of adapters over latents that leave expanded layers to another backend."""
 
     def test_layers_of_the_expanded_prefill_are_left_to_others(self) -> None:
         world = self.adapter.world(self.step, kv_in_pool=True)
@@ -493,7 +493,7 @@ class LatentTests(AdapterTests):
 
 
 class LatentDecodeTests(LatentTests):
-    """Those of adapters that leave prefill to another backend."""
+    """Tests of adapters that leave prefill to another backend."""
 
     @pytest.mark.parametrize(
         "step", [extend((0, 3)), extend((0, 3), (4, 1), mode=ForwardMode.MIXED)]

@@ -130,7 +130,7 @@ class Case:
     num_q_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 128
-    """Of Q and K; in MLA of the expanded heads."""
+    """Dim of Q and K; in MLA, that of the expanded heads."""
     v_head_dim: int = 128
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
@@ -144,15 +144,15 @@ class Case:
     page_size: int = 1
     max_context_len: int = 128
     scaling: float | None = None
-    """Of the first layer; the next has twice that. None: head_dim ** -0.5 in all."""
+    """Scaling of the first layer; the next has twice that. None: head_dim ** -0.5 in all."""
     windows: tuple[int | None, ...] = (None, None)
     """The sliding window of each layer."""
     window_pool: bool = False
     """Layers with a window have a pool of their own, without tokens that fell out of the window."""
     attention_chunk: int | None = None
-    """Of every other layer."""
+    """Attention chunk of every other layer."""
     logit_cap: float | None = None
-    """Of the first layer; the next has twice that."""
+    """Logit cap of the first layer; the next has twice that."""
     kv_scales: tuple[float, float] | None = None
     """k_scale and v_scale of the first layer; the next has twice those. Only a pool of 8-bit floats
     divides by them."""
@@ -184,7 +184,7 @@ class Case:
     first_page: int = 1
     """Requests have pages of the pool from here on. Those before it are zero."""
     options: tuple[tuple[str, OptionValue], ...] = ()
-    """Of the backend, besides the candidate's."""
+    """Options of the backend, besides the candidate's."""
     nan_request: int | None = None
     """The request of the first step whose new tokens have NaN in Q, K and V. Its pages are then
     zeroed, and the first request of the next step gets them."""

@@ -12,7 +12,7 @@ from attnmux.core.plugin import BackendCard
 from attnmux.testing.cases.case import PHASES, Case, Step, decode, extend, verify
 
 USUAL_DIM = 64
-"""Of the K and V of a head, in cases that are not about dims."""
+"""Dim of the K and V of a head, in cases that are not about dims."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gdn": {"num_k_heads": 2, "num_v_heads": 4, "qk_l2norm": True, "conv_dims": (96,)},
@@ -59,7 +59,7 @@ class LinearCase:
     graph: bool = False
     """Whether steps that device graphs serve are captured and replayed."""
     page_size: int = 1
-    """Of the context; linear layers have no pages."""
+    """Page size of the context; linear layers have no pages."""
 
     @property
     def execution(self) -> Literal["eager", "graph"]:

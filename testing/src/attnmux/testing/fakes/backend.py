@@ -40,7 +40,7 @@ def fake_platform() -> Platform:
 def tree_positions(
     batch: ForwardBatch, request: int, places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Of a request's drafts: their positions, those of all keys, and the drafts that each sees.
+    """Positions of a request's drafts, those of all keys, and the drafts that each draft sees.
 
     places: [d], of the drafts in the row. Other steps get them back, and None.
     """

@@ -16,7 +16,7 @@ Meaning = Callable[[AnyCase, Sequence[Step]], bool]
 """(a case, its steps of the phase): whether it shows this."""
 
 MOST_PAGES = 8
-"""Of a request, so that a page that is missed shows beyond any tolerance."""
+"""Most pages of a request, so that a page that is missed shows beyond any tolerance."""
 LONG = 500
 """Keys that kernels split among thread blocks."""
 MANY_STEPS = 5

@@ -76,7 +76,7 @@ class Row:
     companions: tuple[str, ...]
     """Backends, any of which serves the phase that this one does not when it is named alone."""
     sources: Mapping[str, str]
-    """As on the card."""
+    """See `BackendCard.sources`."""
 
     def features(self) -> Iterator[tuple[Column, Cell]]:
         """Each column with its cell."""

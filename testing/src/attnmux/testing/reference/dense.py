@@ -255,8 +255,8 @@ def dense_attention(
 def _bias(
     layer: LayerSpec, positions: torch.Tensor, num_keys: int, picks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """As `alibi_bias` or `relative_bias`, and -inf where the picks of an indexer of blocks hide a
-    key; None for a layer without any."""
+    """The bias of `alibi_bias` or `relative_bias`, and -inf where the picks of an indexer of blocks
+    hide a key; None for a layer without any."""
     if layer.index_block_size and picks is not None:
         seen = block_mask(picks, layer.index_block_size, num_keys)
         seen = seen.repeat_interleave(layer.tp_q_head_num // seen.shape[1], dim=1)
@@ -297,7 +297,7 @@ def drafts_seen(batch: ForwardBatch) -> torch.Tensor | None:
 def _positions(
     batch: ForwardBatch, request: int, num_cached: int, num_new: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Those of a request's new tokens, and of its keys unless they are 0, 1, …"""
+    """Positions of a request's new tokens, and of its keys unless they are 0, 1, …"""
     trees, device = drafts_seen(batch), batch.seq_lens.device
     if trees is None:
         return num_cached + torch.arange(num_new, device=device), None

@@ -20,7 +20,8 @@ FORMAT = 1
 OURS = "attnmux-"
 """Begins the names of this project's distributions, and of most plugins."""
 LEFT_OUT = ("pip_packages", "conda_packages", "cpu_info", "caching_allocator_config")
-"""Of what torch collects: lists of everything that is installed, and settings of the user."""
+"""Left-out parts of what torch collects: lists of everything that is installed, and settings of
+the user."""
 UNKNOWN = ("", "N/A", "None", "Could not collect")
 
 

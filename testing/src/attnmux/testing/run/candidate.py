@@ -47,7 +47,7 @@ class StepFigures:
     ms: float
     """Wall time of the step's preparation and of all layers' calls, compiling included."""
     rms: float
-    """As `attnmux.testing.Errors`, the largest of the layers."""
+    """The largest `rms` of the layers; see `attnmux.testing.Errors`."""
     worst: float
 
 
@@ -63,7 +63,7 @@ class Outcome:
     max_error: float = 0.0
     """The largest absolute difference from the reference in output and LSE."""
     steps: tuple[StepFigures, ...] = ()
-    """Of a passed case, the steps with an output that is not 0."""
+    """Figures of those steps of a passed case that have an output that is not 0."""
     message: str = ""
     """The error, and where it occurred."""
     reasons: tuple[Reason, ...] = ()
@@ -95,7 +95,7 @@ class Candidate:
     factory: Factory | None = None
     """Called instead of the card's factory."""
     launches: tuple[TunedLaunch, ...] = ()
-    """As `BackendContext.launches`."""
+    """See `BackendContext.launches`."""
     graphs: Graphs | None = None
     """Makes the graphs of cases with attention; by default the device's, on a CPU recordings."""
 

@@ -15,7 +15,7 @@ from attnmux.testing.graphs.recording import RecordingGraphs
 from attnmux.testing.setup.linear import LinearInput, LinearSetup, LinearStep, prepare_linear
 
 Outputs: TypeAlias = list[list[torch.Tensor]]
-"""Of each layer: the convolutions' results, then the recurrence's."""
+"""Results of each layer: the convolutions', then the recurrence's."""
 
 
 class LinearExecution(ABC):

@@ -118,7 +118,7 @@ def _check(
 
 
 def _tolerance(case: LinearCase) -> Tolerance:
-    """Of the outputs and states of recurrences."""
+    """Tolerance of the outputs and states of recurrences."""
     own = OUTPUT_TOLERANCE[torch_dtype(case.dtype)]
     return Tolerance(atol=PRODUCTS * own.atol, rtol=PRODUCTS * own.rtol)
 

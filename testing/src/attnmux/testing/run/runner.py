@@ -37,7 +37,7 @@ from attnmux.testing.setup.prepared import LayerInput, PreparedStep, kv_rows, pr
 MEMORY = "K", "V", "scales of K", "scales of V"
 """What a slot of a pool holds, in the order of `KVPool.memory`."""
 MOST_LOGITS = 1 << 21
-"""Of the reference in a layer of a step: 16 MiB in float64."""
+"""Most logits of the reference in a layer of a step: 16 MiB in float64."""
 
 
 def run_case(candidate: Candidate, case: AnyCase, *, seed: int = 0) -> Outcome:

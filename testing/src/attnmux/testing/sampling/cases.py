@@ -116,7 +116,7 @@ def _steps(point: Point, rng: Random) -> tuple[Step, ...]:
 
 
 def _empty_step(step: Step) -> Step:
-    """As many requests, all without keys but the drafts."""
+    """A step of as many requests, all without keys but the drafts."""
     drafts = step.new[0] if step.mode is ForwardMode.TARGET_VERIFY else 0
     new = (1 if step.mode is ForwardMode.DECODE else drafts,) * len(step.lens)
     return replace(step, lens=(drafts,) * len(new), new=new, shared_prefix=0)

@@ -13,9 +13,10 @@ from attnmux.testing.run.candidate import Candidate
 
 DIMS = (1, 8, 16, 24, 32, 64, 80, 96, 100, 128, 192, 256)
 MOST_PRODUCTS = 1 << 24
-"""Of a step and layer: tokens times heads times dims. The reference takes about a second."""
+"""Most products of a step and layer: tokens times heads times dims. The reference takes about a
+second."""
 DRAFT_COST = 4
-"""Of a verified token, in tokens: the states after each are compared."""
+"""Cost of a verified token, in tokens: the states after each are compared."""
 DRAFTS = 200
 """Refused drafts in a row after which a card is taken to admit none."""
 
@@ -44,8 +45,8 @@ def linear_samples(
 
 
 def _dims(candidate: Candidate, kind: str) -> tuple[int, ...]:
-    """Those of `DIMS` that the card admits in K and V of some head of the kind; all where it names
-    none of them."""
+    """The `DIMS` that the card admits in K and V of some head of the kind; all if it names none of
+    them."""
     served = [
         (clause.head_dim, clause.v_head_dim)
         for clause in candidate.card.clauses

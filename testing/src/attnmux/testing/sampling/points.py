@@ -24,7 +24,7 @@ FIRST_PAGES: Mapping[str, Callable[[int], int]] = {
 """The first page of requests, by the size of pages: from there on numbers of pages exceed 16 bits,
 or those of slots 20."""
 MOST_BYTES = 1 << 30
-"""Of the pool of one layer that has such pages."""
+"""Most bytes of the pool of one layer that has such pages."""
 MOST_SHARED = 3
 """Pages of a prefix that requests share."""
 LONG_ROW = 4096

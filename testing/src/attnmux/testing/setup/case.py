@@ -48,7 +48,7 @@ class CaseSetup:
     context: BackendContext
     generator: torch.Generator = field(repr=False)
     graphs: Graphs | None = None
-    """As in `Candidate`."""
+    """See `Candidate.graphs`."""
 
     def random(self, *shape: int) -> torch.Tensor:
         """Standard normal values of the case's dtype, on the device."""

@@ -42,7 +42,7 @@ class LinearInput:
     """(x, weight, bias) of each convolution."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that differ from step to step."""
+        """Tensors that differ from step to step."""
         parts = [self.q, self.k, self.v, self.g, *(x for x, _, _ in self.convs)]
         return parts if self.beta is None else [*parts, self.beta]
 

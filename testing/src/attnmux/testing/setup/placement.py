@@ -34,7 +34,7 @@ class Placed:
     new_encoder: int
     """Encoder tokens that this step writes: all or none."""
     row: int
-    """Of the request table."""
+    """Row of the request table."""
     slots: torch.Tensor
     """[encoder + length] int64: the encoder's tokens, then the request's own."""
 

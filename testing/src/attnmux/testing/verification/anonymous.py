@@ -64,7 +64,7 @@ def anonymous(text: str) -> str:
 
 
 def anonymous_error(text: str) -> str:
-    """As `anonymous`, also without credentials and addresses."""
+    """The text as `anonymous` gives it, also without credentials and addresses."""
     text = SECRETS.sub(lambda found: (found["kept"] or "") + HIDDEN, text)
     return anonymous(ADDRESSES.sub(HIDDEN, text))
 

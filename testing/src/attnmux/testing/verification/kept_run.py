@@ -31,7 +31,7 @@ class KeptRun:
     """A hash of the backend's card, its files and libraries, the machine and the device."""
     seed: int
     passed: dict[tuple[str, Execution], Outcome] = field(default_factory=dict)
-    """Those of an earlier run, by case and execution."""
+    """Outcomes of an earlier run, by case and execution."""
 
     @classmethod
     def open(cls, path: Path, candidate: Candidate, distribution: str, seed: int | None) -> KeptRun:

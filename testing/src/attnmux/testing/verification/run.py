@@ -28,7 +28,7 @@ class Plan:
     fixed: Sequence[AnyCase]
     sampled: Iterator[AnyCase]
     is_wanted: Callable[[AnyCase], bool] = lambda case: True
-    """Of the sampled ones."""
+    """Whether a sampled case is wanted."""
     budget: float
     """Seconds for sampled cases."""
     seed: int
@@ -36,7 +36,7 @@ class Plan:
     drawn: int = field(default=0, init=False)
     """Sampled cases so far."""
     resumed: list[Outcome] = field(default_factory=list, init=False)
-    """Of the cases that passed in the run that this one continues."""
+    """Outcomes of the cases that passed in the run that this one continues."""
 
     def trials(self) -> Iterator[Trial]:
         """The cases that are left to run."""
@@ -108,7 +108,7 @@ class Verification:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of the plugin and of everything that it ran on."""
+        """Versions of the plugin and of everything that it ran on."""
         names = {
             self.distribution,
             *self.candidate.card.libraries(),

@@ -34,7 +34,7 @@ class Summary:
     device: Mapping[str, str]
     """The fields of a `Device`."""
     versions: Mapping[str, str]
-    """Of the plugin and of everything that it ran on, by distribution."""
+    """Versions of the plugin and of everything that it ran on, by distribution."""
     complete: bool
     """Whether every case that the card admits ran; otherwise a part or a sample of them did."""
     seed: int
@@ -46,7 +46,7 @@ class Summary:
     refused: int
     """Cases that the card does not admit."""
     sampled: int
-    """Of the cases that ran, those that were drawn from the card."""
+    """Cases that ran and that were drawn from the card."""
     pairs: int
     pairs_covered: int
     limits: int
@@ -125,7 +125,7 @@ class Keeper:
 
     file: Path
     key: str
-    """Of the pass, with the files that the backend had before the run."""
+    """Key of the pass, with the files that the backend had before the run."""
 
     @classmethod
     def of(cls, candidate: Candidate, offers: Iterable[Offer]) -> Keeper:

@@ -30,7 +30,7 @@ import torch
 from attnmux.emulators.nvidia.dense import attend
 
 SM_COUNT = 132
-"""Of the emulated device, an H200."""
+"""SMs of the emulated device, an H200."""
 PAGE, DIM, RANK = 64, 576, 512
 FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -27,7 +27,7 @@ RANK, ROPE = 512, 64
 DTYPES = (torch.bfloat16, torch.float16)
 
 NUM_SMS = 132
-"""Of an H200."""
+"""SMs of an H200."""
 
 MAX_WORKS = 16384
 """That a plan has room for (`max_total_num_works` in scheduler.cuh)."""
@@ -105,7 +105,7 @@ class _PlannedBackend:
     _plan_info: tuple[int, int, int]
     _kv_indices_buf: torch.Tensor
     planned_rows: int
-    """Of the last `plan`; 0.7.4 refuses others."""
+    """Rows of the last `plan`; 0.7.4 refuses others."""
 
 
 def plan_shape(workspace: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ LEAST = torch.finfo(torch.float32).min
 """What exponents are counted from in a row without keys, so that none is infinity less infinity."""
 
 MAX_THREADS = 1024
-"""Of a block."""
+"""Most threads of a block."""
 
 KEY_TILE = 32
 """Keys that fa2 goes on by: of its tiles the smallest, on SM86 and SM89 where a block has 128 rows

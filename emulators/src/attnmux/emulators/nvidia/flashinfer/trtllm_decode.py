@@ -182,7 +182,7 @@ def trtllm_batch_decode_with_kv_cache(
     request_order: object = None,
     request_order_plan: object = None,
 ) -> torch.Tensor:
-    """As on SM100, where "auto" is trtllm-gen."""
+    """Decode as on SM100, where "auto" is trtllm-gen."""
     refuse_unusual(
         (bmm1_scale_log2, None),
         (multi_ctas_kv_counter_buffer, None),

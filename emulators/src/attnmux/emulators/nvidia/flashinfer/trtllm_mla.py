@@ -60,7 +60,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     use_fp16_softmax: object = None,
     return_lse_base: object = None,
 ) -> torch.Tensor:
-    """As on SM100."""
+    """MLA decode as on SM100."""
     refuse_unusual(
         (kv_scale_format, "auto"),
         (cum_seq_lens_q, None),
@@ -116,7 +116,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     sinks: list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """As on SM120."""
+    """MLA decode as on SM120."""
     if query.shape[1] != 1:
         raise ValueError(f"XQA MLA only supports q_len_per_request == 1, got {query.shape[1]}")
     if query.dtype != kv_cache.dtype or query.dtype not in (torch.bfloat16, E4M3):

@@ -63,7 +63,7 @@ def trtllm_batch_context_with_kv_cache(
     uses_spcompress: object = None,
     backend: object = "trtllm-gen",
 ) -> torch.Tensor:
-    """As on SM100."""
+    """Prefill as on SM100."""
     refuse_unusual(
         (multi_ctas_kv_counter_buffer, None),
         (use_fp16_softmax, None),
@@ -117,7 +117,7 @@ def trtllm_fmha_v2_prefill(
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
 ) -> torch.Tensor:
-    """Of the layouts, the paged one that a cache of tokens and then heads has."""
+    """Prefill in one of the layouts, the paged one that a cache of tokens and then heads has."""
     refuse(pos_encoding_mode, logits_soft_cap_scale, chunked_attention_size or None)
     refuse(save_softmax_stats or None, skip_softmax_threshold_scale_factor or None)
     refuse(None if out_dtype is None and input_layout == "Q_PAGED_KV_NHD" else input_layout)
@@ -211,7 +211,8 @@ def _attend_in_halves(
     sinks: torch.Tensor | None,
     rounded_weights: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attend`, by products of 16 keys that are added up in float16. LSE leaves sinks out."""
+    """Attend as `attend` does, by products of 16 keys that are added up in float16. LSE leaves
+    sinks out."""
     batch_size, num_queries, num_heads, width = q.shape
     queries = q.double().reshape(batch_size, num_queries, k.shape[2], -1, width)
     logits = torch.einsum("bqhgd,bshd->bhgqs", queries, k).clamp(-65504, 65504).half().double()
