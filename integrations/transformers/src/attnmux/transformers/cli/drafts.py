@@ -45,7 +45,7 @@ class Drafting:
     attention_mode: Literal["prefill", "decode"] | None = None
     """Which of the two backends verifies, and reads for a draft model; None: prefill's."""
     backend: str | None = None
-    """Of the draft model or the head; None: chosen for it."""
+    """Backend of the draft model or the head; None: chosen for it."""
     head: Path | None = field(init=False)
     """The folder of an EAGLE head; None for other drafts."""
 
@@ -174,7 +174,7 @@ class Drafting:
     def _options(
         self, options: RunnerOptions, drafter: Checkpoint | EagleHead, max_total_tokens: int
     ) -> RunnerOptions:
-        """Those of the draft model's runner. Its graphs are the proposer's."""
+        """Options of the draft model's runner. Its graphs are the proposer's."""
         # A head's rotary embeddings have no table, so that its config limits nothing
         limit = drafter.max_context_len if isinstance(drafter, Checkpoint) else None
         limit = limit or options.max_context_len

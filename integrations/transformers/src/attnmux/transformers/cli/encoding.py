@@ -35,9 +35,9 @@ class Encoded:
 
     prompts: Sequence[Prompt]
     pictured: Mapping[int, Inputs] = field(default_factory=dict)
-    """Those with images, by their index."""
+    """Inputs of the prompts with images, by the prompt's index."""
     sources: Sequence[Inputs] = ()
-    """What the encoder of an encoder-decoder model reads for each of them."""
+    """What the encoder of an encoder-decoder model reads for each of the prompts."""
     encoder_len: int = 0
     """The most encoder tokens of one."""
 

@@ -30,7 +30,8 @@ INPUTS = {
     "scores": ModelInput(dtype=torch.float32),
     "before": ModelInput(dtype=torch.int64),
 }
-"""Of the paths' first tokens, repeated for each step; the last is the slot of the token before."""
+"""Inputs for the paths' first tokens, repeated for each step; the last is the slot of the token
+before."""
 
 
 class DraftModel(Protocol):
@@ -190,7 +191,7 @@ class TreeKernels(Protocol):
         *,
         topk: int,
     ) -> DraftTree:
-        """As `DraftTree.best_of`, for trees with branches and float32 scores. The tree has its
+        """Like `DraftTree.best_of`, for trees with branches and float32 scores. The tree has its
         `levels`."""
 
     def sample(
@@ -200,7 +201,7 @@ class TreeKernels(Protocol):
         coins: torch.Tensor,
         thresholds: AcceptThresholds | None = None,
     ) -> AcceptedDrafts:
-        """As `sample_tree_target_only`."""
+        """See `sample_tree_target_only`."""
 
 
 def drafted_tree(

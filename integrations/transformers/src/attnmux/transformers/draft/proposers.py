@@ -1,4 +1,4 @@
-"""Who guesses the next tokens of requests, and guesses from their own texts."""
+"""Proposers, which guess the next tokens of requests, and guesses from their own texts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Prompt:
     max_new_tokens: int
     sampling: SamplingParams = GREEDY
     images: PromptImages | None = None
-    """Of the prompt, from `ModelRunner.read_images`; `token_ids` are then its."""
+    """Images of the prompt, from `ModelRunner.read_images`; `token_ids` are then its."""
     encoder_states: torch.Tensor | None = None
     """For an encoder-decoder model, from `ModelRunner.encode`; `token_ids` are the decoder's."""
 
@@ -44,7 +44,7 @@ class Timings:
     prefill_tokens: int
     """Prompt tokens that were run; those of a request that had to wait for memory count again."""
     prefill_seconds: float
-    """Of the steps that ran prompts, with or without decoding requests among them."""
+    """Seconds of the steps that ran prompts, with or without decoding requests among them."""
     decode_tokens: int
     """Tokens of the steps that only decoded."""
     decode_seconds: float

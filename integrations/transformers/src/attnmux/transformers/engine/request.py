@@ -36,7 +36,7 @@ class GenerationResult:
     reused_tokens: int
     """Leading tokens of the prompt whose K and V were in the cache already."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each generated token, if `SamplingParams.logprobs` asks for them."""
+    """Logprobs of each generated token, if `SamplingParams.logprobs` asks for them."""
 
 
 class TokenOutput(NamedTuple):
@@ -77,7 +77,7 @@ class LiveRequest:
     """Whether K and V that were computed since its pages were stored are valid. If not, the pages
     are zeroed before they are freed."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of its new tokens, if it asks for them."""
+    """Logprobs of its new tokens, if it asks for them."""
     pieces: list[str] = field(default_factory=list)
     num_said: int = 0
     """Tokens, prompt included, whose text is in `pieces` or waits in `stream` for more bytes."""

@@ -61,7 +61,7 @@ class Speculation:
             self._sample = runner.tree_kernels.sample
         self._running: Verification | None = None
         self._rows: VerifyRows | None = None
-        """Of the last step."""
+        """Rows of the last step."""
 
     def drafts(self, requests: Sequence[LiveRequest]) -> DraftTree | None:
         """Trees for the requests' next step; None if it is a plain one. They fit into the contexts

@@ -42,7 +42,7 @@ SHARED = ("embed_tokens.weight", "lm_head.weight")
 EAGLE3 = ("midlayer.", "d2t", "t2d")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 FEWEST_LAYERS = 7
-"""Of a target, for three layers to differ by default."""
+"""The fewest layers of a target with which the three default ones differ."""
 
 
 def is_head(folder: str | Path) -> bool:

@@ -143,7 +143,7 @@ def _ways(
 
 
 def _stated(checkpoint: Checkpoint, options: RunnerOptions, dtype: torch.dtype) -> Request | None:
-    """As `stated_request`, without chunks that the context does not reach.
+    """Like `stated_request`, without chunks that the context does not reach.
 
     Raises InvalidInput where the options exclude what it asks for.
     """

@@ -37,7 +37,7 @@ LEAST: Mapping[int, Sequence[str]] = MappingProxyType(
 """The least value of each option that counts something, if it is not None."""
 
 REQUIRED = frozenset({"max_batch_size", "max_context_len", "spare_pages", "draft_topk"})
-"""Those of them that are never None."""
+"""Options in `LEAST` that are never None."""
 
 NONE = type(None)
 KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
@@ -138,9 +138,10 @@ class RunnerOptions:
     """torch's name, such as "cuda:1"; None takes the platform's current device."""
     policy: Policy = field(default_factory=Policy)
     measurements: tuple[Measurement, ...] = ()
-    """Of this machine; those that hold for the model move the ranks that backends are chosen by."""
+    """Measurements of this machine; those that hold for the model move the ranks that backends are
+    chosen by."""
     launches: tuple[TunedLaunch, ...] = ()
-    """As `BackendContext.launches`: everything that was tuned on this machine."""
+    """See `BackendContext.launches`: everything that was tuned on this machine."""
     ranks: Ranks = ONE_RANK
     """The ranks that run the model together."""
     debug: bool = False

@@ -14,7 +14,7 @@ from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.processors import load_processor
 
 SAMPLE_BYTES = 2
-"""Of a sample: a 16-bit integer."""
+"""Bytes of a sample: a 16-bit integer."""
 FULL_SCALE = 32768.0
 """The loudest 16-bit sample; extractors take samples from -1 to 1."""
 STREAMED = 0x7FFF0000

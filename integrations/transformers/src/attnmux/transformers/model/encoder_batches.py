@@ -32,7 +32,8 @@ PROBED = 5, 9
 """Tokens of the texts that show whether padding changes them."""
 
 TOLERANCE = 0.02
-"""As a share of the largest state: far above rounding, and far below the effect of a token."""
+"""The difference that is tolerated, as a share of the largest state: far above rounding, and far
+below the effect of a token."""
 
 
 class BatchedEncoder:
@@ -45,7 +46,7 @@ class BatchedEncoder:
         self._config: Any = getattr(self._encoder, "config", model.config)
 
     def states(self, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
-        """Of each request, [E, width]. inputs: as in `PackedDecoder.encode`.
+        """States of each request, [E, width]. inputs: as in `PackedDecoder.encode`.
 
         Raises InvalidInput for other inputs.
         """

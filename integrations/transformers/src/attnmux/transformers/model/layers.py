@@ -32,8 +32,8 @@ from attnmux.transformers.model.sparse.compressors import has_compressors
 from attnmux.transformers.model.unserved_attention import check_own_attention
 
 POSITION_TOLERANCE = 0.02
-"""As a share of the largest value: far above rounding in any dtype, and far below the rotation of
-one position."""
+"""The difference that is tolerated, as a share of the largest value: far above rounding in any
+dtype, and far below the rotation of one position."""
 
 TOKEN_COUNTER = LayerSpec(
     layer_id=0,

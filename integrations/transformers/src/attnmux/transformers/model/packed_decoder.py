@@ -43,7 +43,7 @@ class PackedDecoder(torch.nn.Module):
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
         self._hands_positions_down = takes(model, "decoder_position_ids")
         self._positions: torch.Tensor | None = None
-        """Of the running call, for a decoder that `takes_positions`."""
+        """Positions of the running call, for a decoder that `takes_positions`."""
         tables = [
             each
             for name, each in decoder.named_modules()

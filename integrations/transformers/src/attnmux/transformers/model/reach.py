@@ -11,7 +11,7 @@ import torch
 from attnmux.core import InvalidInput
 
 MaskFunction = Callable[..., torch.Tensor]
-"""As in transformers: whether (batch, head, query position, key position) is visible."""
+"""A mask as in transformers: whether (batch, head, query position, key position) is visible."""
 
 
 LONGEST_READ = 2**20
@@ -19,7 +19,7 @@ LONGEST_READ = 2**20
 
 
 NO_BLOCK = -1
-"""Of a token in a mask's table of blocks: it sees no later token."""
+"""Entry of a token that is in no block, in a mask's table of blocks: it sees no later token."""
 
 
 class Reach(NamedTuple):

@@ -56,7 +56,7 @@ class Stage:
         self.table.req_to_token[1:] = rows + columns + self.first_slot
 
     def slots(self, starts: list[int], lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Of each sequence's tokens starts <= place < starts + lens: [sum of lens] int64."""
+        """Slots of each sequence's tokens starts <= place < starts + lens: [sum of lens] int64."""
         rows = torch.arange(len(lens), device=device) * self.row_slots + self.first_slot
         begins = rows + torch.tensor(starts, device=device)
         counts = torch.tensor(lens, device=device)

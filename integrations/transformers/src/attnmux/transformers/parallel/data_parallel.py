@@ -105,7 +105,7 @@ class TokenJoints(Joints):
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
         self._expected: TokensOfRanks | None = None
-        """Of the next call of the model."""
+        """Tokens of the ranks in the next call of the model."""
         self._tokens = TokensOfRanks.even(group, 0)
         self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Inputs of layers, such as the gate and the up-projection of an MLP that share one, with

@@ -73,7 +73,7 @@ class PartBuilds(GroupBuilds):
         super().__init__(group)
         self.least_tokens = least_tokens
         self._parts = Companions(group)
-        """Of the decision for whole steps: that for the parts of split ones."""
+        """Decisions for the parts of split steps, by the decision for whole ones."""
 
     def solve(
         self,

@@ -178,7 +178,7 @@ class InterleavedBuilds(SplitBuilds):
         self._interleave = interleave
         self._kv_copies = _kv_copies(config, group.size)
         self._prompts = Companions(group)
-        """Of the decision for decoding: that for prompts."""
+        """Decisions for prompts, by the decision for decoding."""
 
     def solve(
         self,

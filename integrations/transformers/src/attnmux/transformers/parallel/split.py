@@ -57,7 +57,7 @@ class Joints:
     def chosen(
         self, model: PreTrainedModel, names: Sequence[tuple[str, str]]
     ) -> Sequence[tuple[str, str]]:
-        """Those of the plan's (name, style) whose weights are split."""
+        """Pairs (name, style) of the plan whose weights are split."""
         return names
 
     def before(self, module: torch.nn.Module) -> None:

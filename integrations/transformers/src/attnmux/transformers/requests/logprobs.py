@@ -11,7 +11,7 @@ from attnmux.transformers.requests.sampling import Sampler
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one new token."""
+    """Logprobs of one new token."""
 
     token_id: int
     logprob: float
@@ -20,7 +20,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Logprobs:
-    """Those of a step's rows, on their way to the host."""
+    """Logprobs of a step's rows, on their way to the host."""
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> None:
         """logits: [B, vocabulary]. tokens: [B] int64, what each row yields. most: likeliest tokens

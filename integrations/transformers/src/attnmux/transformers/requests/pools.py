@@ -50,7 +50,7 @@ class PoolSizes:
     full: int
     """Tokens of all requests together."""
     swa: int | None = None
-    """Of them, those that layers with windows or chunks hold; None if one pool holds all layers."""
+    """Tokens of `full` in layers with windows or chunks; None if one pool holds all layers."""
     one_pool: int
     """Tokens that one pool for all layers would hold in the same memory."""
 
@@ -243,7 +243,7 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
 
 
 def _shape_bytes(layers: Sequence[LayerSpec], decision: Decision) -> int:
-    """Of layers of one shape."""
+    """Bytes that one token takes in layers of one shape."""
     first = layers[0]
     dtype = torch_dtype(first.kv_dtype or decision.kv_dtype)
     if first.kind == "mla":

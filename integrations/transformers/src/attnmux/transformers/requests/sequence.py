@@ -18,7 +18,7 @@ class SequenceState:
     token_ids: list[int]
     """The prompt, then what was generated."""
     row: int | None = None
-    """Of the request table, from its first step to its release."""
+    """Row of the request table, from its first step to its release."""
     num_cached: int = 0
     """Leading tokens whose slots the row holds."""
     num_shared: int = 0

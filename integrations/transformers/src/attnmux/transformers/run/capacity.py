@@ -41,10 +41,10 @@ class Capacity:
     max_total_tokens: int | None = None
     """Tokens of all requests together; they fit even if each one's last page is partly filled."""
     memory: MemoryBudget | None = None
-    """Of the KV pool, the linear states, and the bounds and copies of chosen pages. If both are
-    given, the smaller one counts."""
+    """Budget of the KV pool, the linear states, and the bounds and copies of chosen pages. If both
+    are given, the smaller one counts."""
     spare_pages: int = 0
-    """As in `RunnerOptions`."""
+    """See `RunnerOptions`."""
     max_encoder_len: int = 0
     """Encoder tokens of a request, in addition to its `max_context_len`; 0 for a decoder-only
     model."""
@@ -61,7 +61,7 @@ class Capacity:
 
     @property
     def columns(self) -> int:
-        """Of the request table."""
+        """Columns of the request table."""
         return self.max_encoder_len + self.max_context_len
 
     def pool_tokens(self, page_size: int, ranks: Ranks) -> int | None:
@@ -173,7 +173,7 @@ def _kv_bytes(
 
 
 def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:
-    """Of a page, where decode steps choose pages by their bounds: the smallest and largest K."""
+    """Bytes of a page's bounds if decode steps choose pages by them: the smallest and largest K."""
     if decision.request.sparse_budget is None:
         return 0
     dtype = torch_dtype(decision.kv_dtype)
@@ -182,7 +182,7 @@ def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:
 
 
 def _copies_bytes(decision: Decision, capacity: Capacity, stored: Sequence[LayerSpec]) -> int:
-    """Of the pools that chosen pages are copied to: a layer's for each shape of layers."""
+    """Bytes of the pools that chosen pages are copied to: a layer's for each shape of layers."""
     budget, page_size = decision.request.sparse_budget, decision.page_size
     if budget is None:
         return 0

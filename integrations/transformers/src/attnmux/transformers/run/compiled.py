@@ -180,7 +180,7 @@ def undo(model: torch.nn.Module) -> None:
 
 
 def compile_model(runner: ModelOnBackend, backend: str) -> None:
-    """As `ModelRunner.compile`."""
+    """See `ModelRunner.compile`."""
     check_compiles(runner.served)
     if not compile_layers(runner.model, backend):
         raise no_layers(runner.served)

@@ -23,7 +23,7 @@ class LinearKernel(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `torch.nn.functional.linear`."""
+        """Like `torch.nn.functional.linear`."""
 
 
 class KernelLinear(torch.nn.Linear):

@@ -98,11 +98,11 @@ class ModelOnBackend:
         self._make_linears()
         self.steps = self._step_builder(memory, capacity)
         self.graphs: GraphRunner | None = None
-        """Of decode steps."""
+        """Graphs of decode steps."""
         self.verify_graphs: GraphRunner | None = None
-        """Of steps that verify drafts."""
+        """Graphs of steps that verify drafts."""
         self.catch_up_graphs: GraphRunner | None = None
-        """Of the steps in which a draft model reads what was accepted."""
+        """Graphs of the steps in which a draft model reads what was accepted."""
 
     def part(self, kind: type[P]) -> P | None:
         """The model's part of a kind; None without one."""
@@ -150,7 +150,7 @@ class ModelOnBackend:
 
     @cached_property
     def tree_kernels(self) -> TreeKernels | None:
-        """Those that a plugin offers for the device. The first call compiles them."""
+        """Kernels that a plugin offers for the device. The first call compiles them."""
         kernels: TreeKernels | None = shared_kernel("draft_trees", self.context)
         return kernels
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Deals:
-    """Who deals out the requests: every rank runs all of them, or has one part of its own."""
+    """How the requests are dealt out: every rank runs all of them, or has one part of its own."""
 
     num_parts: int = 1
     """Parts of the requests."""
@@ -59,7 +59,7 @@ class Deals:
 
 
 class Builds:
-    """Who decides and builds: backends, weights and pools of each rank."""
+    """How ranks decide and build: backends, weights and pools of each rank."""
 
     run_images: bool = True
     """Whether prompts may hold images."""
@@ -133,7 +133,7 @@ class Builds:
 
 
 class Synchronises:
-    """Who meets the other ranks in a step."""
+    """How a rank meets the others in a step."""
 
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
         """Raise RanksDiffer unless every rank runs the same step of the same requests."""

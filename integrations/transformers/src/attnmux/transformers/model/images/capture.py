@@ -80,11 +80,11 @@ class ImageReader(ModelPart):
                 "images", got=f"{self._name} without an image_token_id", expected="a placeholder"
             )
         self.token_id = token_id
-        """Of the placeholders."""
+        """Token id of the placeholders."""
         table: Any = model.get_input_embeddings()
         self._embeddings = table
         self.width = int(table.weight.shape[1])
-        """Of the input embeddings."""
+        """Width of the input embeddings."""
         self.has_spans = False
         """Whether tokens of an image see each other, which needs custom masks."""
 

@@ -82,7 +82,7 @@ class VisionTower:
             is_causal=False,
         )
         self.num_calls = 0
-        """Of attention, so far."""
+        """Calls of attention, so far."""
         self._backend: AttentionBackend | None = None
 
     def build(self, decision: Decision, device: torch.device) -> None:

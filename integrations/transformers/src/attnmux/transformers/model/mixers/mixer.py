@@ -15,7 +15,7 @@ class Recurrence:
     """What a mixer asks for, in the contract's terms: see `LinearCall`."""
 
     kind: str
-    """Of `Request.LINEAR_KINDS`."""
+    """One of `Request.LINEAR_KINDS`."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -52,7 +52,7 @@ class Mixer:
     number: int
     """Its `LinearLayerSpec.layer_id`."""
     name: str
-    """Of the module in the model."""
+    """Name of the module in the model."""
     module: torch.nn.Module
     runs: Runs | None = None
     spec: LinearLayerSpec | None = None

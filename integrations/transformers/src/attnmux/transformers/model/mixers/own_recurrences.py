@@ -45,7 +45,7 @@ def ngram_features(mixer: Mixer) -> Callable[..., Any]:
         places.append(places[-1] * BASE)
 
     def before(ids: torch.Tensor) -> torch.Tensor:
-        """Of ids [T], that of the token before each."""
+        """The id of the token before each, for ids [T]."""
         digits = torch.stack([(ids + 1) // place % BASE for place in places], dim=1)
         x = digits.to(module.conv1d.weight.dtype)
         weight = x.new_zeros((len(places), width))

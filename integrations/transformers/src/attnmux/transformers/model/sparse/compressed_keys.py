@@ -59,7 +59,7 @@ class _Step:
     spans: tuple[tuple[int, int], ...] | None
     """(cached, new) tokens of each request; None where all have as many new ones."""
     num_keys: int
-    """Of the longest request."""
+    """Keys of the longest request."""
 
 
 class CompressedKeys:

@@ -24,9 +24,9 @@ class CompressedShape:
     row_dim: int
     """Values that are kept of each token until the last key is made of them."""
     head_dim: int
-    """Of a key, which is its value too."""
+    """Dim of a key, which is its value too."""
     index_dim: int = 0
-    """Of the keys of an indexer; 0 without one."""
+    """Dim of the keys of an indexer; 0 without one."""
     topk: int = 0
     """Keys that the indexer picks for each token; 0: a token sees all up to it."""
 
@@ -102,11 +102,11 @@ class CompressedPool:
         )
 
     def own_slots(self, slots: torch.Tensor) -> torch.Tensor:
-        """Of tokens in slots of the request table."""
+        """Slots, in the layers' own buffer, of tokens in slots of the request table."""
         return self._pool.translate(slots, self.layer_ids[0])
 
     def key_slots(self, slots: torch.Tensor) -> torch.Tensor:
-        """Of keys whose last tokens are in slots of the request table."""
+        """Slots of keys whose last tokens are in slots of the request table."""
         return slots // self.tokens_a_slot
 
     @property

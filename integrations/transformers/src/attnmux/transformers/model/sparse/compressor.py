@@ -34,7 +34,7 @@ class Compressor:
     owner: Any
     """The attention module that calls it."""
     queries: IndexQueries | None = None
-    """Of the running layer."""
+    """Queries of the running layer."""
 
     @property
     def layer_id(self) -> int:
@@ -69,7 +69,7 @@ class Compressor:
         return torch.cat([project(hidden_states)[0] for project in projections], dim=-1)
 
     def make(self, blocks: BlockRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `MakesKeys`."""
+        """Make the keys of blocks: see `MakesKeys`."""
         if self.indexer is None:
             return self._made(self.module, blocks.rows, blocks), None
         width = 4 * self.module.head_dim if self.overlaps else 2 * self.module.head_dim

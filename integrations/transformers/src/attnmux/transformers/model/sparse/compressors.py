@@ -47,7 +47,7 @@ class Compressors(ModelPart):
 
     each: tuple[Compressor, ...]
     sinks: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    """Of their layers, which a backend does not get."""
+    """Sinks of their layers, which a backend does not get."""
     keys: dict[int, CompressedKeys] = field(default_factory=dict)
     """By layer; none while a probe runs."""
     is_captured: bool = field(default=True, init=False)
@@ -104,7 +104,7 @@ class Compressors(ModelPart):
         )
 
     def bytes_per_token(self, decision: Decision) -> TokenBytes:
-        """Of keys, and of what they are made of."""
+        """Bytes of keys, and of what they are made of."""
         parts = [
             CompressedPool.bytes_per_token(
                 shape,

@@ -136,7 +136,7 @@ class Indexers(ModelPart):
         return [way.replace(origin="model", **picks) for way in ways]
 
     def _dtype(self, decision: Decision) -> torch.dtype:
-        """Of their keys: as coarse as the KV cache, where that is e4m3 and keys are stored."""
+        """Dtype of their keys: as coarse as the KV cache, if that is e4m3 and keys are stored."""
         kv_dtype = torch_dtype(decision.kv_dtype)
         own = torch_dtype(decision.request.dtype or decision.kv_dtype)
         coarse = kv_dtype == torch.float8_e4m3fn and not self.shape.begun_block

@@ -38,7 +38,7 @@ class PrefixNode:
     used: int
     """When it was last matched or inserted."""
     namespace: Hashable = None
-    """Of a root."""
+    """Namespace of a root."""
     children: dict[Page, PrefixNode] = field(default_factory=dict, repr=False)
     """By the first page of each."""
     locks: int = 0
