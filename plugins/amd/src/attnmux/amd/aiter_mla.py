@@ -53,8 +53,8 @@ its name, and asm_mla.cu sends 3 queries over e4m3 to the code object of 4."""
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 """`aiter.dtypes.fp8`: the matrix units of each read their own e4m3."""
 MOST_BYTES = 1 << 32
-"""Of a layer's rows. asm_mla.cu passes the stride of a row in 32 bits, and AITER's tests of 0.1.7
-stay below: what the kernels do beyond is not known."""
+"""Bytes of a layer's rows, at most. asm_mla.cu passes the stride of a row in 32 bits, and AITER's
+tests of 0.1.7 stay below: what the kernels do beyond is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ class AiterMLAStep:
     last_page_lens: torch.Tensor
     """[B] int32: a page of the kernel is a token."""
     work: PlannedWork | None = None
-    """Of heads that need one; of an eager step set by `fill_step`."""
+    """Plan for heads that need one; for an eager step, set by `fill_step`."""
     cached: dict[int, SlotLists] | None = None
     """By group of the pool; set by `fill_step`."""
     hidden: torch.Tensor | None = None

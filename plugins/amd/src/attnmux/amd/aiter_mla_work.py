@@ -78,7 +78,7 @@ class PlannedWork:
         )
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Of `mla_decode_fwd`."""
+        """Arguments of `mla_decode_fwd`."""
         return {
             "work_meta_data": self.metadata,
             "work_indptr": self.indptr,

@@ -33,7 +33,7 @@ class Device(NamedTuple):
     """Bytes."""
     compute_units: int
     unique_id: int = 0
-    """Of the device itself, as its UUID has it; 0 unknown."""
+    """ID of the device itself, as its UUID has it; 0 if it is unknown."""
 
 
 def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:

@@ -56,12 +56,12 @@ class WaveKernels:
     """Compiles the kernels of a layer. The first compilation of each takes seconds."""
 
     decode: Callable[[Heads, int], tuple[Compiled, Compiled]]
-    """Of heads and a number of splits S: attention to each part of the keys,
+    """Kernels for heads and a number of splits S: attention to each part of the keys,
     `(q, k_buffer, v_buffer, kv_indptr, kv_indices, parts, parts_lse)`, and their merging,
     `(parts, parts_lse, kv_indptr, out)`. parts: [S, B, Hq, Dv] float32, parts_lse: [S, B, Hq]
     float32, in powers of 2. Requests without keys get NaN."""
     extend: Callable[[Heads, int], Compiled]
-    """Of heads and the longest context, by which a tile is chosen:
+    """Kernel for heads and the longest context, by which a tile is chosen:
     `(q, k, v, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices, max_extend_len, out)`.
     Queries see all cached keys, which `kv_indices` names, and new ones causally."""
 

@@ -36,7 +36,7 @@ class Chunks:
     pages: tuple[torch.Tensor, torch.Tensor]
     """Rows and columns of the request's page table, [copied pages] int64 each."""
     first_keys: tuple[tuple[int, int], ...]
-    """Of each request: the place of its first key among those of the copied pages, and its keys."""
+    """Place of each request's first key among those of the copied pages, and its number of keys."""
 
     @classmethod
     def of(cls, lens: HostLens, page_size: int, device: torch.device) -> Chunks:

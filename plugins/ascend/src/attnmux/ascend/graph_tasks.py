@@ -40,11 +40,11 @@ class NPUTask:
     handle: object
     event: Any
     arguments: dict[str, Any]
-    """Of the operator's variant `out`."""
+    """Arguments of the operator's variant `out`."""
 
 
 class NPUGraphTasks:
-    """Those of torch-npu."""
+    """Graph tasks of torch-npu."""
 
     def __init__(self) -> None:
         """Raises ImportError where torch-npu is missing."""

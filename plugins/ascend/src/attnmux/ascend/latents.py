@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 PAGE_SIZES = (128, 16)
-"""Of the second operator with a latent; the first takes multiples of 16 up to 128."""
+"""Page sizes of the second operator with a latent; the first takes multiples of 16 up to 128."""
 MOST_HEADS = 128
-"""Of both operators; the second takes powers of two, to which fewer heads are padded."""
+"""Heads of both operators, at most; the second takes powers of two, to which fewer heads are
+padded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

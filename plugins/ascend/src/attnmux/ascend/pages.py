@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PAGE_SIZES = (128, 256, 384, 512)
 """With more than one query a request: 128 to 512 tokens, and a multiple of 128."""
 HEAD_DIMS = (64, 128)
-"""Of K and V alike, in layout TND, with sinks and without."""
+"""Dims of K and V alike, in layout TND, with sinks and without."""
 MOST_HEADS = 256
 MOST_GROUP = 64
 MOST_ROW = 65535
@@ -59,7 +59,7 @@ class PagedStep:
     tasks: list[Any] | None = None
     """Captured calls; None for an eager step."""
     key_lens: KeyLens | None = None
-    """Of a decode step in a graph, whose requests may be without keys in a replay."""
+    """Key lengths of a decode step in a graph, whose requests may be without keys in a replay."""
 
 
 class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeBuffers]):

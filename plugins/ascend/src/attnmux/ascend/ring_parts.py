@@ -16,7 +16,7 @@ from attnmux.core import ForwardBatch, RequestTable
 from attnmux.core.plugin import cu_seqlens, kv_indices
 
 MOST_PARTS = 8
-"""Of a prefix: the operator rounds the result so far to bfloat16 after each."""
+"""Parts of a prefix, at most: the operator rounds the result so far to bfloat16 after each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ class Level:
     features: tuple[str, ...] = ()
     """Words of `Platform.features` that the CPU must have. Each stands for all of its flags."""
     flags: tuple[str, ...] = ()
-    """Of the compiler, which switch on these instructions and no others."""
+    """Flags of the compiler, which switch on these instructions and no others."""
 
     @property
     def file_name(self) -> str:

@@ -98,7 +98,7 @@ _FOUR_BITS: dict[str, Condition] = {
     "v_head_dim": multiple_of(16),
     "strided_kv": NONE,
 }
-"""As many values of a head share a scale."""
+"""Conditions of 4-bit floats: 16 values of a head share a scale."""
 
 _LATENT: dict[str, Condition] = {"kv_lora_rank": ANY, "qk_rope_head_dim": ANY}
 

@@ -24,9 +24,9 @@ class KeyRule:
     """Which keys a layer's queries may see, and where those keys are."""
 
     window: int
-    """As `LayerSpec.sliding_window_size`."""
+    """See `LayerSpec.sliding_window_size`."""
     chunk: int
-    """As `LayerSpec.attention_chunk_size`."""
+    """See `LayerSpec.attention_chunk_size`."""
     is_causal: bool
     """False: a query sees all keys of its request, or of its chunk."""
     is_cross: bool
@@ -78,7 +78,7 @@ class DraftKeys:
 
     @classmethod
     def of(cls, rule: KeyRule, batch: ForwardBatch) -> DraftKeys:
-        """Of a step with `SpecInput.visible` or its bits, on the device."""
+        """The keys of a step with `SpecInput.visible` or its bits, on the device."""
         prefix = batch.seq_lens.long()
         visible, first = limited_drafts(
             batch.visible_drafts(),

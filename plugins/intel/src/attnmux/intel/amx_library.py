@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = "_C.abi3.so"
-"""Of three builds in vLLM's package, the one for AVX-512 with bfloat16. The others lack the ops."""
+"""The build for AVX-512 with bfloat16, of three in vLLM's package. The others lack the ops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ class Operands:
     """[pages, page, Hkv, D], as V."""
     v: torch.Tensor
     keys: Keys
-    """Of the requests with new tokens."""
+    """Keys of the requests with new tokens."""
     bounds: torch.Tensor
     """[B + 1] int32: where the queries of each begin."""
 
@@ -48,7 +48,7 @@ class PackedPagesBackend(PackedBackend[K]):
 
     @abstractmethod
     def arguments(self, layer: LayerSpec) -> dict[str, Any]:
-        """Of the library's function, what no step changes."""
+        """Arguments of the library's function that no step changes."""
 
     @abstractmethod
     def launch(self, operands: Operands, layer: PagedLayer, step: PackedStep) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMXPUKernels:
-    """Of `vllm_xpu_kernels.flash_attn_interface`."""
+    """Functions of `vllm_xpu_kernels.flash_attn_interface`."""
 
     flash_attn_varlen_func: Callable[..., torch.Tensor]
     """Attention of packed queries to pages. With one query a request it runs the kernel for decode,

@@ -17,7 +17,7 @@ class Shapes:
     """Dims of heads that share limits."""
 
     head_dims: tuple[int, ...]
-    """Of K and V alike, the usual one first."""
+    """Dims of K and V alike, the usual one first."""
     most_group: int
     """Query heads a KV head."""
     windows: bool = False

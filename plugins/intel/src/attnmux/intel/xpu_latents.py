@@ -29,7 +29,7 @@ TILE = 256
 """Rows of the largest tile of prefill. Its store has no bound after the last query; and its kernel
 does not handle a request that ends within a tile."""
 AUTOMATIC = -1
-"""Of `num_kv_splits`: as many parts as the kernel finds best."""
+"""Value of `num_kv_splits`: as many parts as the kernel finds best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

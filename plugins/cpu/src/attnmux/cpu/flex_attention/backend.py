@@ -159,7 +159,7 @@ class FlexAttentionBackend(AttentionBackend):
             return out if v_scale == 1 else out * v_scale
 
     def _numbers_of(self, layer: LayerSpec) -> torch.Tensor:
-        """As the kernel takes them."""
+        """The layer's numbers, as the kernel takes them."""
         k_scale, _ = self.context.token_to_kv_pool.read_scales(layer.k_scale, layer.v_scale)
         numbers = torch.tensor([layer.scaling * k_scale, layer.logit_cap])
         if layer.alibi_slopes is not None:

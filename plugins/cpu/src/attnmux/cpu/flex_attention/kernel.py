@@ -59,7 +59,7 @@ class KernelSpec:
 
     @property
     def reach(self) -> int:
-        """As `LayerSpec.relative_reach`."""
+        """See `LayerSpec.relative_reach`."""
         return self.relative // 2 if self.has_place else max(self.relative - 1, 0)
 
     @property
@@ -100,7 +100,7 @@ class KernelInput:
     end: torch.Tensor
     """[N, tile_size] int32, both: the range of columns that each query sees, `end` excluded."""
     place: torch.Tensor | None
-    """As on `Ranges`."""
+    """See `Ranges`."""
     num_partial: torch.Tensor
     """[N, 1, 1] int32: the used length of each list of partial blocks."""
     partial: torch.Tensor

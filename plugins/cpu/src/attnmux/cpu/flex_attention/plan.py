@@ -50,7 +50,7 @@ class Plan:
     places: torch.Tensor
     """[T] int64: the place of each row of q in `tokens`."""
     slots: torch.Tensor | None
-    """As `Keys.slots`."""
+    """See `Keys.slots`."""
     given: KernelInput
 
 
@@ -131,7 +131,7 @@ def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> K
 
 
 def relative_columns(layer: LayerSpec) -> int:
-    """As `KernelSpec.relative`."""
+    """See `KernelSpec.relative`."""
     return 0 if layer.relative_bias is None else layer.relative_bias.shape[1]
 
 

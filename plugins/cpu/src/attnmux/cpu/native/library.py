@@ -35,7 +35,7 @@ TYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
-"""As `Type` in values.h."""
+"""Numbers of the dtypes, as `Type` in values.h has them."""
 HINT = "install g++ 12 or later, or clang++, or take torch_native"
 
 

@@ -44,7 +44,7 @@ class Operands:
     widening: Widening | None
     """Converts 8-bit K and V to `dtype`; None for other dtypes."""
     block_scales: tuple[torch.Tensor, torch.Tensor] | None
-    """Of K and V in 4-bit floats, as `KVPool.get_scale_buffers`."""
+    """Scales of K and V in 4-bit floats, see `KVPool.get_scale_buffers`."""
     workspace: Workspace
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -95,7 +95,7 @@ class _Work(NamedTuple):
     place: int
     """The first key's place among the step's slots."""
     seen_by_all: tuple[int, int]
-    """As on `Tile`."""
+    """See `Tile`."""
 
 
 def make_plan(

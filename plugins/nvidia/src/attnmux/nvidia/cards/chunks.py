@@ -8,13 +8,13 @@ from dataclasses import replace
 from attnmux.core.plugin import NONE, Clause, multiple_of, one_of
 
 PHASES = ("extend", "decode")
-"""Those that virtual requests serve. Drafts may lie in two chunks, and a verify step has as many
+"""Phases that virtual requests serve. Drafts may lie in two chunks, and a verify step has as many
 for each request."""
 SOURCE = (
     "virtual requests, as SGLang 0.5.23's local attention: a chunk is whole pages, and drafts are "
     "not cut"
 )
-"""Of the axis `attention_chunk`."""
+"""Source of the axis `attention_chunk`."""
 
 
 def with_chunks(clauses: Iterable[Clause], pages: Iterable[int] = ()) -> Iterator[Clause]:

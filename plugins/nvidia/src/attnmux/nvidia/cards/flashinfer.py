@@ -22,7 +22,7 @@ from attnmux.nvidia.cards.runs import on_h200
 from attnmux.nvidia.cards.scratch import workspace_bytes
 
 PAGES = (1, 16, 32, 64, 128)
-"""Of layers with attention chunks, which are whole pages."""
+"""Page sizes for layers with attention chunks, which are whole pages."""
 
 
 def _clauses(dtype: str) -> Iterator[Clause]:

@@ -61,7 +61,7 @@ class Regions:
     """The keys of a step's P pieces."""
 
     keys: tuple[Keys, ...]
-    """Those of the first query, and of the second and third where a sequence needs them."""
+    """Keys of the first query, and of the second and third if a sequence needs them."""
     query_bounds: torch.Tensor | None
     """See `Pieces`."""
 

@@ -44,7 +44,7 @@ class FA3Buffers:
     schedules: dict[FA3Schedule, torch.Tensor]
     max_num_tokens: int
     drafts: dict[tuple[KeyGroup, int], Keys] = field(default_factory=dict)
-    """Of draft trees, by the number of drafts of a request: allocated by the first capture."""
+    """Keys of draft trees, by the number of drafts of a request: allocated by the first capture."""
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class FA3Step:
     schedules: dict[int, torch.Tensor] = field(default_factory=dict)
     """By layer id, which hashes faster than an `FA3Schedule`."""
     drafts: dict[KeyGroup, Keys] = field(default_factory=dict)
-    """Of a draft tree: a row for each draft token."""
+    """Keys of a draft tree: a row for each draft token."""
 
     def fill_drafts(
         self, batch: ForwardBatch, groups: Iterable[KeyGroup], context: BackendContext

@@ -16,7 +16,7 @@ LEAST_HIDDEN = 100.0
 """How far below 0 a hidden key's logit has to lie after scaling: e**-100 is nothing."""
 
 MAX_THREADS = 1024
-"""Of a CUDA block. `MergeState` in cascade.cuh puts all heads of a token into one."""
+"""Most threads of a CUDA block. `MergeState` in cascade.cuh puts all heads of a token into one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class View:
     """A stretch of every request's keys. Layers of one view share their indices."""
 
     pool_group: int
-    """As `KVPool.group_of`; -1 for layers that the pool does not store, an encoder's."""
+    """See `KVPool.group_of`; -1 for layers that the pool does not store, an encoder's."""
     layer_id: int = field(compare=False)
     """One of the layers."""
     cross: bool = False
@@ -49,10 +49,10 @@ class PlanGroup:
     head_dim: int
     v_head_dim: int
     scaling: float
-    """Of a Q that was multiplied by `own_q_factor`."""
+    """Scale for a Q that was multiplied by `own_q_factor`."""
     logit_cap: float
     is_causal: bool
-    """Of new tokens among themselves: neither in cross attention nor in an encoder."""
+    """Whether new tokens see each other causally: not in cross attention, nor in an encoder."""
     has_sinks: bool
 
     @classmethod

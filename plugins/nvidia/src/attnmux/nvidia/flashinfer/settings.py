@@ -35,11 +35,11 @@ class Settings:
     """What all plans of one backend have in common."""
 
     dtype: torch.dtype
-    """Of Q, of the output, and of K and V that come with a call."""
+    """Dtype of Q, of the output, and of K and V that come with a call."""
     kv_dtype: torch.dtype
-    """Of the pool."""
+    """Dtype of the pool."""
     page_size: int
-    """Of the kernels' view of the pool."""
+    """Page size of the kernels' view of the pool."""
     prefill_backend: str
     reads_tiles: bool
     """Prefill over K and V of the call loads a request's last tile whole, as fa3 does by TMA

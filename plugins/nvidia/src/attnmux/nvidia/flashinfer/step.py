@@ -164,9 +164,9 @@ class FlashInferStep:
     in_pool: tuple[Role, ...]
     """The roles of a call whose K and V are in the pool already."""
     new: tuple[Role, ...]
-    """Those of a call that brings K and V which are in the pool too, as most do."""
+    """The roles of a call that brings K and V which are in the pool too, as most do."""
     own: tuple[Role, ...]
-    """Those of a call whose keys are its own alone. Decode reads the pool."""
+    """The roles of a call whose keys are its own alone. Decode reads the pool."""
     wrappers: Wrappers
     """Planned for this step."""
 

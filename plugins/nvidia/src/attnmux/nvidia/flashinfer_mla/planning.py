@@ -29,11 +29,11 @@ class Settings:
     """What all plans of one backend have in common."""
 
     dtype: torch.dtype
-    """Of Q, of the output and of the keys that kernels read."""
+    """Dtype of Q, of the output and of the keys that kernels read."""
     widens: bool
     """The pool's rows are of 8 bits, and copied to `dtype` before a kernel reads them."""
     page_size: int
-    """Of the view that the kernels have of the pool; 1 of rows that are copied."""
+    """Page size of the view that the kernels have of the pool; 1 for rows that are copied."""
     backend: str
     """Kernels, by the library's names."""
 

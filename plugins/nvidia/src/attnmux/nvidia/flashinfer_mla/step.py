@@ -71,7 +71,7 @@ class LatentGroup:
     num_heads: int
     scaling: float
     pool_group: int
-    """As `KVPool.group_of`."""
+    """See `KVPool.group_of`."""
     layer_id: int = field(compare=False)
     """One of the layers."""
 
@@ -82,9 +82,9 @@ class Planned:
 
     kernels: FlashInferMLAKernels
     num_heads: int
-    """Of Q as the kernels get it."""
+    """Heads of Q as the kernels get it."""
     num_rows: int
-    """Of Q that belong to requests."""
+    """Rows of Q that belong to requests."""
     calls: tuple[tuple[slice | None, Any], ...]
     """Rows of Q, None for all, and the wrapper that is planned for them: one, but in the longest
     steps."""

@@ -35,7 +35,7 @@ class LatentDecodeBackend(LibraryBackend[K, L, S, B]):
 
     @abstractmethod
     def plan_decode(self, batch: ForwardBatch, buffers: B | None) -> S:
-        """As `plan_step`, for a step of one of `modes`."""
+        """Like `plan_step`, for a step of one of `modes`."""
 
     def plan_step(self, batch: ForwardBatch, buffers: B | None) -> S:
         mode = batch.forward_mode

@@ -197,10 +197,10 @@ DENSE: Mapping[str, Callable[[], FlashMLAKernels]] = {
     "sgl_kernel.flash_mla": lambda: dense_from_sgl_kernel(import_module("sgl_kernel.flash_mla")),
     "vllm": dense_from_vllm,
 }
-"""Who provides `FlashMLAKernels`. The first that is installed does."""
+"""Providers of `FlashMLAKernels`. The first that is installed provides them."""
 SPARSE: Mapping[str, Callable[[], NSAKernels]] = {
     "flash_mla": lambda: sparse_from_flash_mla(import_module("flash_mla")),
     "sgl_kernel.flash_mla": lambda: sparse_from_sgl_kernel(import_module("sgl_kernel.flash_mla")),
     "vllm": sparse_from_vllm,
 }
-"""Who provides `NSAKernels`."""
+"""Providers of `NSAKernels`."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, LayerSpec
 
 WIDTH = LatentRows.LATENT_DIM + LatentRows.ROPE_DIM
-"""Of a row of Q and of the cache."""
+"""Width of a row of Q and of the cache."""
 HEADS = (64, 128)
 """Query heads that the kernels are built for (csrc/api/sparse_prefill.cpp of FlashMLA)."""
 TOPK_MULTIPLE = 128

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnmux.core.plugin import ConvCall
 
 TAPS = (2, 3, 4)
-"""Of the convolutions that the kernels compute."""
+"""Taps of the convolutions that the kernels compute."""
 NO_PADDING = -1
 """The row of states whose requests the kernels leave out: none."""
 

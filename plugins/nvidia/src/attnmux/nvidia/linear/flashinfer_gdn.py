@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from attnmux.core.plugin import ConvCall, LinearCall
 
 DIM = 128
-"""Of a head of K and of V: a tile of the kernels."""
+"""Dim of a head of K and of V: a tile of the kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,8 +241,8 @@ def _put(call: LinearCall, out: torch.Tensor) -> None:
 
 
 def convolutions(context: BackendContext) -> ShortConvolutions:
-    """Those that a plugin offers for the device, attnmux-triton's; else sgl_kernel's, which want
-    tokens transposed; else plain ones.
+    """Convolutions that a plugin offers for the device, attnmux-triton's; else sgl_kernel's, which
+    want tokens transposed; else plain ones.
 
     Warns where sgl_kernel is installed and does not run.
     """

@@ -40,7 +40,7 @@ class TRTLLMMHALayer:
     kv: tuple[torch.Tensor, torch.Tensor]
     """K and V, [pages, page, Hkv, D], the pool's memory."""
     bmm1_scale: float
-    """Of the logits, de-quantisation included."""
+    """Scale of the logits, de-quantisation included."""
     arguments: dict[str, Any]
     """For the functions that read the pool's pages, by the library's names. In all of them a window
     is the number of keys before a token, as in the contract."""

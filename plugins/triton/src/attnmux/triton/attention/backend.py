@@ -77,7 +77,7 @@ class TritonBackend(AttentionBackend):
         """Where mixed steps may be parted."""
         self._step: TritonStep | None = None
         self._parts: tuple[StepPart, ...] = ()
-        """Of a mixed step that is taken as two."""
+        """Parts of a mixed step that is taken as two."""
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False

@@ -56,7 +56,7 @@ class LayersAttention:
         self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
         """By new tokens a request, None where these differ, and whether the step hides keys."""
         self._wide_attention: dict[int, WideTileAttention] = {}
-        """Of the layers whose keys may be widened first."""
+        """Attention of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, Plans] = {}
         for name, layer in layers.items():
             wide = wide_layer(layer)

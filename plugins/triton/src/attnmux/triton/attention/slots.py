@@ -29,7 +29,7 @@ class SlotGroup:
 
     is_cross: bool
     pool_group: int
-    """As `KVPool.group_of`; 0 for the slots of the request table."""
+    """See `KVPool.group_of`; 0 for the slots of the request table."""
     layer_id: int = field(compare=False)
     """One of the layers."""
 

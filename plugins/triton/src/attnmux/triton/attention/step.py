@@ -48,8 +48,8 @@ class TritonStep:
     """Written by `RunningSums.fill`, [at least B + 1] int32 each: where each request's "queries",
     its tokens of the "encoder" and its values of the "mask" begin. Only those that the step has."""
     trees: dict[tuple[int, int], Trees] = field(default_factory=dict)
-    """Of a step whose mask is between drafts alone, by the layers' window and chunk. Written by
-    `fill_trees`."""
+    """Trees of a step whose mask is between drafts alone, by the layers' window and chunk. Written
+    by `fill_trees`."""
     tiles: dict[Hashable, tuple[bool, int]] = field(default_factory=dict)
     """Whether tiles are short, and how many programs share the keys of one, by the layers'
     kinds."""

@@ -32,7 +32,7 @@ LEAST_ROWS = 512
 500 TFLOP/s, to write and read a key again takes as long as a kernel that is 1.7 times as fast saves
 on about 360 rows."""
 MOST_BYTES = 512 << 20
-"""Of 16-bit keys and values at a time, unless those of one KV head are more."""
+"""Bytes of 16-bit keys and values at a time, at most, unless those of one KV head are more."""
 BLOCK = 64
 """Keys that a program converts."""
 

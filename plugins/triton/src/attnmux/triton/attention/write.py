@@ -24,11 +24,11 @@ class Format:
     mantissa: int
     """Bits of it; 0 where values are stored unchanged."""
     bias: int
-    """Of the exponent."""
+    """Bias of the exponent."""
     largest: int
     """The largest finite value, as bits."""
     nan: int = 0x7F
-    """As bits. Where it is 0x80, zero has no sign."""
+    """NaN, as bits. If it is 0x80, zero has no sign."""
 
 
 UNCHANGED = Format(mantissa=0, bias=0, largest=0)
@@ -55,12 +55,12 @@ class LayerWriter:
     second: torch.Tensor
     """[slots, H, D]: V's memory, or in MLA the rotary key's."""
     format: Format
-    """Of the pool's dtype: memory of one of FORMATS is viewed as bytes."""
+    """Format of the pool's dtype: memory of one of FORMATS is viewed as bytes."""
     slot_map: torch.Tensor | None
-    """As `KVPool.slot_map`."""
+    """See `KVPool.slot_map`."""
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of the blocks of 4-bit floats, as bytes, [slots, H, n]; `first` and `second` are then bytes
-    of two values."""
+    """Scales of the blocks of 4-bit floats, as bytes, [slots, H, n]; `first` and `second` are then
+    bytes of two values."""
     launcher: Launcher = field(default_factory=Launcher)
     _bound: dict[tuple[float, float], BoundKernel] = field(default_factory=dict, init=False)
     """By scales."""
@@ -234,7 +234,7 @@ class PoolWriter:
         *,
         is_latent: bool,
     ) -> None:
-        """As `KVWriter.write`, in one launch."""
+        """Like `KVWriter.write`, in one launch."""
         key = layer.layer_id, is_latent
         writer = self._writers.get(key)
         if writer is None:

@@ -51,7 +51,7 @@ class ChosenPages:
     def widen(
         self, keys: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, loc: torch.Tensor
     ) -> None:
-        """As `PageKernels.widen`, but that NaN is left out of bounds. Slots that the pool does not
+        """Like `PageKernels.widen`, but NaN is left out of bounds. Slots that the pool does not
         have are skipped."""
         if len(loc):
             width = self._heads * self._dims[0]
@@ -66,7 +66,7 @@ class ChosenPages:
     def score(
         self, q: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, requests: RequestPages
     ) -> torch.Tensor:
-        """As `PageKernels.score`."""
+        """See `PageKernels.score`."""
         size, width, heads = len(q), requests.width, self._heads
         scores = torch.empty((size, heads, width), dtype=torch.float32, device=q.device)
         if not size:
@@ -83,7 +83,7 @@ class ChosenPages:
         return scores
 
     def choose(self, scores: torch.Tensor, requests: RequestPages, number: int) -> torch.Tensor:
-        """As `PageKernels.choose`: of equal scores the first."""
+        """See `PageKernels.choose`: of equal scores the first."""
         size, heads, width = scores.shape
         if width > MOST_CHOSEN_FROM:
             return scores.topk(number, dim=-1, sorted=False).indices.sort(-1).values
@@ -102,7 +102,7 @@ class ChosenPages:
         places: torch.Tensor,
         requests: RequestPages,
     ) -> None:
-        """As `PageKernels.copy`. What stood in places beyond a request's last page remains."""
+        """See `PageKernels.copy`. What stood in places beyond a request's last page remains."""
         size, heads, number = places.shape
         if size:
             rows, lens = requests.rows.contiguous(), requests.lens.contiguous()

@@ -51,7 +51,7 @@ class OneRowProducts:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `multiply_row`."""
+        """See `multiply_row`."""
         return multiply_row(x, weight, bias)
 
 

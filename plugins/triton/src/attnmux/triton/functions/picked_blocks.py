@@ -28,7 +28,7 @@ FAST_ARCH, FAST_BLOCK_N, FAST_STAGES = "sm90", 128, 3
 """With 32 keys, decode steps take 1.3 to 2.7 times as long on an H100. Elsewhere this is untried,
 and gfx1201 has too few registers."""
 FAST_BYTES = 1 << 16
-"""Of the keys and values of a block: the shared memory of SM90 holds three times that."""
+"""Bytes of the keys and values of a block: the shared memory of SM90 holds three times that."""
 LEAST_KEYS = 128
 """Keys of a part: a smaller one costs more to merge than it saves."""
 STRIDES = (
@@ -50,7 +50,7 @@ class BlockAttention:
         self._bound: dict[tuple[int, int, int, bool], BoundKernel] = {}
 
     def __call__(self, call: AttentionCall, picked: PickedBlocks) -> torch.Tensor:
-        """As `AttendsToBlocks`. Raises BackendFailed where the kernel does not compile."""
+        """See `AttendsToBlocks`. Raises BackendFailed where the kernel does not compile."""
         results, layer_id = Results.of(call), call.layer.layer_id
         num_tokens, heads, topk = picked.picks.shape
         if not num_tokens:

@@ -54,7 +54,7 @@ class TritonTrees:
         *,
         topk: int,
     ) -> DraftTree:
-        """As `DraftTree.best_of`."""
+        """See `DraftTree.best_of`."""
         num, (batch_size, num_candidates) = draft_token_num, scores.shape
         DraftTree.check_num_nodes(num, num_candidates)
         if num > MOST_NODES or not batch_size or topk == 1:
@@ -87,7 +87,7 @@ class TritonTrees:
         coins: torch.Tensor,
         thresholds: AcceptThresholds | None = None,
     ) -> AcceptedDrafts:
-        """As core's `sample_tree_target_only`."""
+        """See core's `sample_tree_target_only`."""
         tree.check_sampling(probs, coins)
         batch_size, num = tree.draft_tokens.shape
         if num > MOST_NODES or not batch_size:

@@ -282,7 +282,7 @@ class ConfigTables:
         return _best(query, (*CHAINS, *self.own_chains))
 
     def short_tiles(self, query: ConfigQuery) -> TileConfig | None:
-        """As `tiles`, but less tall."""
+        """Like `tiles`, but less tall."""
         return _best(query, SHORT_TILES)
 
     def shares(self, query: ConfigQuery) -> ShareConfig:
@@ -290,7 +290,7 @@ class ConfigTables:
         return self.whole_shares(query).for_rows(query.rows)
 
     def whole_shares(self, query: ConfigQuery) -> ShareConfig:
-        """As `shares`, with the entry's rows of a tile."""
+        """Like `shares`, with the entry's rows of a tile."""
         return _required(query, (*SHARES, *self.own_shares))
 
 

@@ -53,7 +53,7 @@ class ShareConfig:
     block_n: int
     num_warps: int
     num_stages: int
-    """As `TileConfig.num_stages`."""
+    """See `TileConfig.num_stages`."""
     programs_per_unit: int
     """Programs that run on a compute unit at a time."""
     least_share: int
@@ -65,9 +65,9 @@ class ShareConfig:
     of in the line: see `plan_shares` and `attend_latent`. For kernels whose partial results are
     expensive."""
     constants: FrozenMapping[int] = NOTHING
-    """As `TileConfig.constants`."""
+    """See `TileConfig.constants`."""
     options: FrozenMapping[int] = NOTHING
-    """As `TileConfig.options`."""
+    """See `TileConfig.options`."""
 
     def for_rows(self, rows: int) -> ShareConfig:
         """With tiles of no more rows than a request has."""
@@ -89,7 +89,7 @@ class ConfigQuery:
     """A layer and its kernels, as a configuration is looked up for them."""
 
     arch: str
-    """As `Platform.arch`."""
+    """See `Platform.arch`."""
     width: Width
     dims: tuple[int, int]
     columns: int

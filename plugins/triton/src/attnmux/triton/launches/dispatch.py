@@ -163,7 +163,7 @@ class Dispatch:
 
     traits: LayerTraits
     arch: str
-    """As `Platform.arch`."""
+    """See `Platform.arch`."""
     page_size: int
     """The pool's."""
     tables: ConfigTables = field(default_factory=ConfigTables)
@@ -194,7 +194,7 @@ class Dispatch:
         return self._safe(self.tables.shares(self._query(SHARE_KERNELS, queries, hides=hides)))
 
     def whole_shares(self, queries: int) -> ShareConfig:
-        """As `shares`, with the table's rows of a tile, which a tuner varies."""
+        """Like `shares`, with the table's rows of a tile, which a tuner varies."""
         return self.tables.whole_shares(self._query(SHARE_KERNELS, queries, hides=False))
 
     def _safe(self, config: C) -> C:

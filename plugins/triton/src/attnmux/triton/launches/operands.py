@@ -99,7 +99,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of_call(cls, call: AttentionCall) -> Keys:
-        """Those of a call that `has_own_kv`."""
+        """Keys of a call that `has_own_kv`."""
         assert call.k is not None
         return cls(call.k, call.k if call.v is None else call.v, call.k_rope)
 

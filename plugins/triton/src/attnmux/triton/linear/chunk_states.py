@@ -27,7 +27,8 @@ MOST_IN_REGISTERS = 2
 """The same where loads ahead go to registers. With 4, Triton 3.6 does not compile the delta rule
 for gfx950."""
 LEAST_SPANS = 4
-"""Of a request: its chunks are gone through three times then, two of these at once."""
+"""Spans of a request, at least: its chunks are gone through three times then, two of these at
+once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,7 +71,8 @@ class StatePass:
         return kept
 
     def _spans(self, longest: int, programs: int) -> int:
-        """Of the longest request, of `longest` chunks, where there are `programs` without spans."""
+        """Spans of the longest request, of `longest` chunks, if there are `programs` without
+        spans."""
         spans = min(self.device.compute_units // programs, longest // self.least_span)
         return spans if spans >= LEAST_SPANS else 1
 

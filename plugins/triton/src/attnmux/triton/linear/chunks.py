@@ -26,13 +26,13 @@ LEAST_BLOCK = 64
 wrong rows for all but the first warp on SM90."""
 WIDE_BLOCK = 128
 CHANNELS = 64
-"""Of a chunk with a decay for each channel that a program holds at once."""
+"""Channels of a chunk with a decay for each channel that a program holds at once."""
 FEW_CHANNELS = 16
 """The same where registers lack: compiled for gfx1201, 64 spill 1,240 bytes a thread, 32 spill 244,
 and 16 none."""
 SOLVE_REGISTERS = 168
-"""Of a thread that inverts a chunk: three programs fit a multiprocessor of an H200, and take 0.9
-times as long as two (with a decay for each channel 0.8 times)."""
+"""Registers of a thread that inverts a chunk: three programs fit a multiprocessor of an H200, and
+take 0.9 times as long as two (with a decay for each channel 0.8 times)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -25,7 +25,7 @@ BLOCK_T = 16
 
 
 class TritonConvolutions(ShortConvolutions):
-    """Of any number of taps and channels."""
+    """Convolutions of any number of taps and channels."""
 
     step: LinearStep
     """The extend step that was prepared last."""
