@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import platform
 import re
 import sys
 from datetime import datetime, timezone
 from typing import ClassVar
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from attnmux.bench import cli as bench_cli
@@ -405,10 +407,18 @@ def test_a_page(installed, tmp_path, fakes) -> None:
     pytest.importorskip("jinja2")
     installed(FakeBackend, fakes.Slow, fakes.Wrong)
     file = tmp_path / "bench.html"
-    answer(bench("--json", "--html", str(file), *STEPS, *EXTEND))
+    told = answer(bench("--json", "--html", str(file), *STEPS, *EXTEND))
     text = file.read_text(encoding="utf-8")
     for words in ("fakes/FakeBackend", "The choice and its margin", "Roofline", "wrong: off by"):
         assert words in text
+    assert (
+        f"python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}" in text
+    )
+    assert re.search(r"\d{4}-\d\d-\d\d: <code>attnmux ", text)
+    timed = [row for row in told["rows"] if row["median_us"] is not None]
+    table = text.partition("<h2>All figures")[2].partition("</table>")[0]
+    assert table.count("<tr>") == len(timed) + 1 > 1
+    assert ("<h2>Not timed" in text) == bool(told["refused"])
     markup = re.sub("<script.*?</script>", "", text, flags=re.DOTALL)
     assert "http" not in markup  # plotly itself names addresses, and loads none for these plots
     assert not re.search("<(link|img|iframe)|src=|@import", markup)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import platform
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from attnmux.bench.cli.bench_run import Result
 from attnmux.bench.cli.tables import shapes
 from attnmux.bench.measuring import Row
 from attnmux.bench.roofline import Ceilings, Cost
+from attnmux.core.plugin import installed_version
 
 TEMPLATE = "page.html"
 SYMBOLS = "circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon", "star"
@@ -43,6 +48,9 @@ def write_page(result: Result, path: Path) -> None:
             unfinished.setdefault(key, []).append(str(row.workload))
     text = template.render(
         result=result,
+        date=datetime.now(timezone.utc).date().isoformat(),
+        command=shlex.join(["attnmux", *sys.argv[1:]]),
+        versions=versions_of(result),
         shapes=shapes(result.request),
         plotly=get_plotlyjs(),
         style=style,
@@ -59,8 +67,19 @@ def write_page(result: Result, path: Path) -> None:
             for title, rows in curves(result.rows).items()
         ],
         unfinished=unfinished,
+        gbs=_gbs,
     )
     path.write_text(text, encoding="utf-8")
+
+
+def versions_of(result: Result) -> dict[str, str]:
+    """Python, torch, and the plugin and the libraries of each backend that was tried, by name."""
+    tried = {row.backend for row in result.rows}
+    found = {"python": platform.python_version(), "torch": installed_version("torch") or ""}
+    for offer in result.place.offers:
+        if tried & {*offer.names}:
+            found.update(offer.versions())
+    return found
 
 
 def styles(rows: Iterable[Row]) -> Style:
