@@ -414,7 +414,7 @@ def test_a_page(installed, tmp_path, fakes) -> None:
     assert (
         f"python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}" in text
     )
-    assert re.search(r"\d{4}-\d\d-\d\d: <code>attnmux ", text)
+    assert re.search(r"\d{4}-\d\d-\d\d: <code>attnmux", text)
     timed = [row for row in told["rows"] if row["median_us"] is not None]
     table = text.partition("<h2>All figures")[2].partition("</table>")[0]
     assert table.count("<tr>") == len(timed) + 1 > 1
