@@ -18,6 +18,7 @@ from attnmux.transformers.model.sparse.indexer_trial import (
     PICKED,
     TOLERANCE,
     TRIED_TOKENS,
+    is_built_of,
     rotary_of,
 )
 
@@ -125,8 +126,7 @@ def _small_blocks(module: Any) -> Iterator[None]:  # noqa: ANN401  # a module wi
 
 def has_block_parts(module: torch.nn.Module) -> bool:
     """Whether the module is built as an indexer of blocks."""
-    parts = {name for name, _ in module.named_children()}
-    return parts >= PARTS and all(isinstance(getattr(module, each, None), int) for each in NUMBERS)
+    return is_built_of(module, PARTS, NUMBERS)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from inspect import unwrap
 from typing import Any
 
@@ -21,6 +21,12 @@ ROTARY = "apply_rotary_pos_emb"
 def forward_of(module: object) -> Any:  # noqa: ANN401  # a function, which transformers may wrap
     """The function of a module's class that its calls run."""
     return unwrap(type(module).forward)  # type: ignore[attr-defined]  # a torch module has it
+
+
+def is_built_of(module: Any, parts: Set[str], numbers: Iterable[str]) -> bool:  # noqa: ANN401  # a torch module
+    """Whether a module has all of these submodules, and a whole number of each of these names."""
+    own = {name for name, _ in module.named_children()}
+    return own >= parts and all(isinstance(getattr(module, each, None), int) for each in numbers)
 
 
 def rotary_of(module: object) -> Callable[..., Any] | None:

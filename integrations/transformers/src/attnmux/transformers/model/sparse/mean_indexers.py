@@ -14,7 +14,12 @@ import torch
 
 from attnmux.transformers.model.sparse.block_ranking import KeysOfBlocks
 from attnmux.transformers.model.sparse.index_shape import IndexShape
-from attnmux.transformers.model.sparse.indexer_trial import TOLERANCE, TRIED_TOKENS, rotary_of
+from attnmux.transformers.model.sparse.indexer_trial import (
+    TOLERANCE,
+    TRIED_TOKENS,
+    is_built_of,
+    rotary_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,8 +153,7 @@ def _small_blocks(module: Any) -> Iterator[None]:  # noqa: ANN401  # a module wi
 
 def has_mean_parts(module: torch.nn.Module) -> bool:
     """Whether the module is built as an indexer of averaged blocks."""
-    parts = {name for name, _ in module.named_children()}
-    return parts >= PARTS and all(isinstance(getattr(module, each, None), int) for each in NUMBERS)
+    return is_built_of(module, PARTS, NUMBERS)
 
 
 @torch.no_grad()
