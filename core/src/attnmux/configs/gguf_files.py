@@ -20,7 +20,7 @@ def gguf_file(path: Path) -> Path | None:
 
     Raises InvalidInput if the folder has several.
     """
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and os.path.isfile(path):
         return path
     if not os.path.isdir(path) or (path / "config.json").exists():
         return None

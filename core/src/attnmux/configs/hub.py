@@ -11,8 +11,8 @@ from attnmux.core import AttnmuxError, InvalidInput
 
 ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 EXPECTED = "a folder with a Hugging Face config.json, that file, a GGUF file, or an id of the hub"
-BESIDE = "hf_quant_config.json"
-"""What ModelOpt may write beside config.json."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""The scheme of a checkpoint by ModelOpt, which may lie beside config.json."""
 
 
 def local_path(model: str | Path) -> Path:
@@ -32,7 +32,7 @@ def local_path(model: str | Path) -> Path:
     try:
         file = huggingface_hub.hf_hub_download(str(model), "config.json")
         with suppress(EntryNotFoundError):
-            huggingface_hub.hf_hub_download(str(model), BESIDE)
+            huggingface_hub.hf_hub_download(str(model), MODELOPT_FILE)
     except Exception as error:  # the network's, the hub's, and those of its cache
         got = f"{model}: no such file, and the hub did not give it: {AttnmuxError.in_brief(error)}"
         raise InvalidInput("model", got=got, expected=EXPECTED) from error

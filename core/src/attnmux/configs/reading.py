@@ -9,7 +9,7 @@ from typing import Any
 
 from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.gguf_files import gguf_file, read_gguf
-from attnmux.configs.hub import EXPECTED, local_path
+from attnmux.configs.hub import EXPECTED, MODELOPT_FILE, local_path
 from attnmux.configs.kv_schemes import kv_scheme
 from attnmux.configs.values import parts_of, stated
 from attnmux.configs.weights import weights_dtype
@@ -88,7 +88,7 @@ def _with_quantisation(path: Path) -> dict[str, Any]:
 def _modelopt(folder: Path) -> dict[str, Any]:
     """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
     try:
-        said = json.loads(Files.read(str(folder / "hf_quant_config.json"), MOST_BYTES))
+        said = json.loads(Files.read(str(folder / MODELOPT_FILE), MOST_BYTES))
         return {"quantization_config": said["quantization"]}
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return {}

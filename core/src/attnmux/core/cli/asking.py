@@ -17,7 +17,7 @@ from attnmux.core.facts.libraries import entry_points, installed_version
 from attnmux.core.facts.platform import GRAMMAR, Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.facts.vendors import PRODUCTS, VENDORS
+from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.find.graphs import with_graphs
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
@@ -136,7 +136,7 @@ def machine(
             named = settings.where("platform")
             return platform_of(torch.device(device), found, settings.platform, named=named)
         return found.pick(settings.platform, named=settings.where("platform"))
-    if ":" in wanted or wanted.partition(",")[0].strip().lower() in PRODUCTS:
+    if Platform.describes(wanted):
         return Platform.parse(wanted)
     try:
         return run.detect(plugins).pick(wanted, named="--platform")

@@ -99,6 +99,11 @@ class Platform(Fact):
             parts.append(f"memory={self.memory_bytes}B")
         return ",".join(parts)
 
+    @staticmethod
+    def describes(text: str) -> bool:
+        """Whether `parse` is to read the text: a product or VENDOR:ARCH, and no vendor's name."""
+        return ":" in text or _parted(text)[0].lower() in PRODUCTS
+
     @classmethod
     def parse(cls, text: str, *, is_here: bool = False) -> Platform:
         """A platform that is elsewhere, unless it `is_here`: `VENDOR:ARCH[,KEY=VALUE]…`.
@@ -111,7 +116,7 @@ class Platform(Fact):
 
         Raises InvalidInput for text that does not follow this grammar.
         """
-        head, *pairs = [part.strip() for part in text.split(",")]
+        head, pairs = _parted(text)
         given = _pairs(text, pairs)
         if (product := PRODUCTS.get(head.lower())) is not None:
             known, arch, name = product
@@ -124,6 +129,12 @@ class Platform(Fact):
         row = VENDORS.get(vendor.lower())
         fields = _of_the_table(row, arch, given) if row else _other(vendor, arch, given)
         return cls(**fields, is_here=is_here)
+
+
+def _parted(text: str) -> tuple[str, list[str]]:
+    """What stands before the first comma, and the pairs after it."""
+    head, *pairs = [part.strip() for part in text.split(",")]
+    return head, pairs
 
 
 def _of_the_table(row: Vendor, arch: str, given: Mapping[str, str]) -> dict[str, Any]:
