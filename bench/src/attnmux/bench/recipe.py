@@ -37,7 +37,7 @@ class Task:
 
     @property
     def steps(self) -> Steps:
-        """What the phase's backends are asked for."""
+        """The steps, and the request that the phase's backends get."""
         asked = self.request.replace(phases=(self.phase,))
         if self.phase == "verify":
             asked = asked.replace(spec_topk=1, spec_draft_tokens=DRAFTS)

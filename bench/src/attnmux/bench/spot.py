@@ -35,7 +35,7 @@ class Steps(NamedTuple):
 
 
 class HasSteps(Protocol):
-    """What is measured in one go."""
+    """An item with the steps that are measured in one go."""
 
     @property
     def steps(self) -> Steps: ...

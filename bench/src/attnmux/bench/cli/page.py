@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import plotly.graph_objects as go
+import torch
 from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
 
 from attnmux.bench.cli.bench_run import Result
 from attnmux.bench.cli.tables import shapes
 from attnmux.bench.measuring import Row
+from attnmux.bench.report import facts
 from attnmux.bench.roofline import Ceilings, Cost
-from attnmux.core.plugin import installed_version
 
 TEMPLATE = "page.html"
 SYMBOLS = "circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon", "star"
@@ -50,7 +51,7 @@ def write_page(result: Result, path: Path) -> None:
         result=result,
         date=datetime.now(timezone.utc).date().isoformat(),
         command=shlex.join(["attnmux", *sys.argv[1:]]),
-        versions=versions_of(result),
+        facts=facts_of(result),
         shapes=shapes(result.request),
         plotly=get_plotlyjs(),
         style=style,
@@ -72,14 +73,12 @@ def write_page(result: Result, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def versions_of(result: Result) -> dict[str, str]:
-    """Python, torch, and the plugin and the libraries of each backend that was tried, by name."""
+def facts_of(result: Result) -> dict[str, Any]:
+    """`facts` with the plugin and the libraries of each backend that was tried."""
     tried = {row.backend for row in result.rows}
-    found = {"python": platform.python_version(), "torch": installed_version("torch") or ""}
-    for offer in result.place.offers:
-        if tried & {*offer.names}:
-            found.update(offer.versions())
-    return found
+    offers = [offer for offer in result.place.offers if tried & {*offer.names}]
+    names = dict.fromkeys(name for offer in offers for name in offer.versions())
+    return facts(torch.device(result.place.device), *(name for name in names if name != "torch"))
 
 
 def styles(rows: Iterable[Row]) -> Style:
