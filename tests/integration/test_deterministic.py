@@ -9,10 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from attnmux.core import InvalidInput, Offer
+from attnmux.core import InvalidInput, Offer, Plugins
+from attnmux.testing import find_candidate
 from attnmux.transformers import Engine
-from attnmux.transformers.load.checkpoint import open_checkpoint
+from attnmux.transformers.load.checkpoint import open_checkpoint, quiet_transformers
 from attnmux.transformers.load.load_runner import load_runner
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.requests.sampling_params import SamplingParams
@@ -26,8 +28,8 @@ MODELS = ("llama", "qwen3", "gemma2", "gpt2", "deepseek-v3", "gpt-oss")
 class Recorded:
     """An engine that keeps the logits that each request's tokens were chosen by."""
 
-    def __init__(self, runner) -> None:
-        self.engine = Engine(runner, prefill_tokens=CHUNK)
+    def __init__(self, runner, chunk=CHUNK) -> None:
+        self.engine = Engine(runner, prefill_tokens=chunk)
         self.rows: dict[int, list[torch.Tensor]] = {}
         self.kinds = set()
         launch, forward = self.engine._execution.launch, type(runner).forward
@@ -66,30 +68,30 @@ def prompts(count, longest=13):
     return [[rng.randrange(1, 97) for _ in range(rng.randint(2, longest))] for _ in range(count)]
 
 
-def alone(runner, ids) -> torch.Tensor:
-    recorded = Recorded(runner)
+def alone(runner, ids, chunk=CHUNK) -> torch.Tensor:
+    recorded = Recorded(runner, chunk)
     request = recorded.add(ids)
     recorded.run()
     return recorded.of(request)
 
 
-def in_company(runner, asked) -> list[torch.Tensor]:
+def in_company(runner, asked, chunk=CHUNK) -> list[torch.Tensor]:
     """All at once, then a long prompt while they decode."""
-    recorded = Recorded(runner)
+    recorded = Recorded(runner, chunk)
     requests = [recorded.add(ids) for ids in asked]
-    for _ in range(7):
+    while not all(request in recorded.rows for request in requests):
         recorded.engine.step()
-    recorded.add(prompts(1)[0] * 4)
+    recorded.add(asked[0] * 3)
     recorded.run()
     assert recorded.kinds == {"extend", "decode"}
     return [recorded.of(request) for request in requests]
 
 
-def check_bits(runner, count=4) -> None:
-    asked = prompts(count)
-    together = in_company(runner, asked)
+def check_bits(runner, count=4, longest=13, chunk=CHUNK) -> None:
+    asked = prompts(count, longest)
+    together = in_company(runner, asked, chunk)
     for ids, rows in zip(asked, together, strict=True):
-        assert torch.equal(alone(runner, ids), rows)
+        assert torch.equal(alone(runner, ids, chunk), rows)
 
 
 GIVEN = {"max_batch_size": 5, "max_total_tokens": 512, "debug": False}
@@ -120,6 +122,27 @@ def test_bits_of_triton_are_the_same(tiny, monkeypatch) -> None:
         )
         runner = load_runner(open_checkpoint(tiny("llama")[1]), candidate.platform, offers, options)
         check_bits(runner, count=3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", ["triton", "fa3"])
+def test_bits_on_a_gpu_are_the_same(tmp_path, backend, head_dim, graph) -> None:
+    """Prompts of several key blocks, in parts of one, and decode steps from device graphs."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
+    config = LlamaConfig(vocab_size=97, hidden_size=256, num_hidden_layers=3, **shape)
+    with quiet_transformers(progress=False):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    candidate = find_candidate(backend, device="cuda")
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == backend]
+    options = RunnerOptions(
+        **{**GIVEN, "max_total_tokens": 8192},
+        **{"max_context_len": 2048, "deterministic": True, "device": "cuda", "dtype": "bfloat16"},
+        graph=graph,
+    )
+    runner = load_runner(open_checkpoint(tmp_path), candidate.platform, offers, options)
+    check_bits(runner, longest=600, chunk=128)
 
 
 @pytest.mark.parametrize(
