@@ -178,4 +178,4 @@ def _libraries(backend: Backend) -> Iterator[str]:
         found = f" ({library.installed})" if library.installed else ""
         yield f"{library.wanted}: {library.state}{found}"
         if library.hint:
-            yield f"  {library.hint}"
+            yield library.hint

@@ -70,34 +70,55 @@ def proof_cell(proof: str) -> Text:
 def print_rows(
     console: Console, columns: Sequence[str], rows: Sequence[Cells], styles: Sequence[str] = ()
 ) -> None:
-    """A table whose last column is prose, or paragraphs where the prose column would be too narrow.
+    """A table whose last column is prose, or paragraphs if the prose column would be too narrow.
 
-    Text wraps between words. styles: of the rows.
+    Text wraps between words. Empty columns are left out. styles: of the rows.
     """
     styles = styles or [""] * len(rows)
-    told = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
-    *widths, longest = [max(map(len, cells)) for cells in zip(columns, *told, strict=True)]
+    filled = [
+        number
+        for number, name in enumerate(columns)
+        if not (name and rows) or any(row[number] for row in rows)
+    ]
+    names = [columns[number] for number in filled]
+    cells = [
+        [row[number] if isinstance(row[number], Text) else Text(row[number]) for number in filled]
+        for row in rows
+    ]
+    *widths, longest = [max(map(_width, column)) for column in zip(names, *cells, strict=True)]
     if console.width < UNWRAPPED:
-        words = [len(word) for row in told for word in row[0].plain.split()]
-        widths[0] = max(min(widths[0], LIST_WIDTH), len(columns[0]), *words, 0)
+        words = [len(word) for row in cells for word in row[0].plain.split()]
+        widths[0] = max(min(widths[0], LIST_WIDTH), len(names[0]), *words, 0)
         room = console.width - sum(widths) - GAP * len(widths)
         if room < min(PROSE_WIDTH, longest):
-            _print_paragraphs(console, told, styles)
+            _print_paragraphs(console, names, cells, styles)
             return
     table = plain_table()
-    for name, width in zip(columns, widths, strict=False):
+    for name, width in zip(names, widths, strict=False):
         table.add_column(name, width=width)
-    table.add_column(columns[-1], overflow="fold")
-    for row, style in zip(told, styles, strict=True):
+    table.add_column(names[-1], overflow="fold")
+    for row, style in zip(cells, styles, strict=True):
         table.add_row(*row, style=style)
     console.print(table)
 
 
+def _width(cell: str | Text) -> int:
+    return max(map(len, str(cell).splitlines()), default=0)
+
+
 def _print_paragraphs(
-    console: Console, rows: Sequence[Sequence[Text]], styles: Sequence[str]
+    console: Console,
+    names: Sequence[str],
+    rows: Sequence[Sequence[Text]],
+    styles: Sequence[str],
 ) -> None:
+    """The name of a column stands before its numbers."""
     for row, style in zip(rows, styles, strict=True):
-        console.print(Text(" ").join(filter(None, row[:-1])), style=style)
+        head = [
+            Text.assemble(f"{name} ", cell) if cell.plain.isdigit() else cell
+            for name, cell in zip(names[:-1], row[:-1], strict=True)
+        ]
+        console.print(Text(" ").join(filter(None, head)), style=style)
         if row[-1]:
             console.print(Padding(row[-1], (0, 0, 0, 2)), style=style)
 
