@@ -18,7 +18,7 @@ PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
 INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm", "./integrations/sglang"]
-MEMBERS = ["./core", "./parts", "./testing", "./bench", "./distributed", *PLUGINS, *INTEGRATIONS]
+MEMBERS = ["./core", "./parts", "./testing", "./distributed", *PLUGINS, *INTEGRATIONS]
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./parts", "./plugins/cpu", "./integrations/transformers"]
@@ -42,7 +42,6 @@ SOURCES = [
     "core",
     "parts",
     "testing",
-    "bench",
     "distributed",
     "emulators",
     "plugins",
@@ -64,7 +63,7 @@ def install(session: nox.Session, *packages: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff, and with import-linter which modules import which."""
-    install(session, "./core", "ruff", "import-linter")
+    install(session, "./core", "./parts", "./testing", "ruff", "import-linter")
     session.run("ruff", "check", *SOURCES)
     session.run("ruff", "format", "--check", *SOURCES)
     session.run("lint-imports")
@@ -88,7 +87,7 @@ def tests(session: nox.Session) -> None:
     # Pillow reads the images of prompts.
     # mkdocs builds the site, in 15 s.
     tools = ["pytest-xdist", "psutil", "pillow", *SITE]
-    extras = ["./bench[html]", "./plugins/triton[triton]", "./integrations/transformers[gguf]"]
+    extras = ["./testing[html]", "./plugins/triton[triton]", "./integrations/transformers[gguf]"]
     install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools, *TYPED_TOOLS)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
     session.install(NO_COMPILE, "--no-deps", AITER)

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks import libraries, library_flashinfer
 from benchmarks.cases import Case, decode, extend
 
-from attnmux.bench import Step
-from attnmux.bench.timing import Run
+from attnmux.testing.bench import Step
+from attnmux.testing.bench.timing import Run
 
 SAME = "same calls"
 """Those that the adapter makes, and the work that makes the library's arguments of the

@@ -47,7 +47,9 @@ from benchmarks.adapter_table import ADAPTERS, ONE, Adapter, Ways
 from benchmarks.cases import HOPPER, Case, dry_run_option, json_option, only_option, rounds_option
 from benchmarks.emulated import emulated_libraries
 
-from attnmux.bench import (
+from attnmux.core import AttentionBackend, AttnmuxError
+from attnmux.testing import find_candidate
+from attnmux.testing.bench import (
     Report,
     Step,
     Times,
@@ -59,9 +61,7 @@ from attnmux.bench import (
     in_turn,
     interleave,
 )
-from attnmux.bench.timing import CALLS, Run, wait
-from attnmux.core import AttentionBackend, AttnmuxError
-from attnmux.testing import find_candidate
+from attnmux.testing.bench.timing import CALLS, Run, wait
 
 MAX_RATIO, MAX_HOST_US = 1.02, 15.0
 

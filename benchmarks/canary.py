@@ -18,11 +18,11 @@ import torch
 from benchmarks.cases import Case, decode, json_option, only_option, rounds_option
 from benchmarks.contract import Nothing
 
-from attnmux.bench import Report, facts, interleave
-from attnmux.bench.timing import Meter, wall_meter
 from attnmux.core import AttentionBackend, Platform
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import CanaryBackend
+from attnmux.testing.bench import Report, facts, interleave
+from attnmux.testing.bench.timing import Meter, wall_meter
 
 CPU = torch.device("cpu")
 MAX_COST = 0.01

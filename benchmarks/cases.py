@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from attnmux.bench import Step, Workload, make_step
-from attnmux.bench.shapes import value_bytes
 from attnmux.core import Platform, Request, torch_dtype
+from attnmux.testing.bench import Step, Workload, make_step
+from attnmux.testing.bench.shapes import value_bytes
 
 DIM, RANK, ROPE = 128, 512, 64
 """Width of a dense head, of a latent, and of its rotary part."""

@@ -49,11 +49,11 @@ from benchmarks.choice_regret import Times, tell, wanted
 from benchmarks.choice_regret import measure as measure_steps
 from benchmarks.grid import tiny as tiny_draw
 
-from attnmux.bench import Report, facts
-from attnmux.bench.cli.bench_run import find_place
-from attnmux.bench.spot import Spot
 from attnmux.core import Settings
 from attnmux.core.verbs import Run
+from attnmux.testing.bench import Report, facts
+from attnmux.testing.bench.cli.bench_run import find_place
+from attnmux.testing.bench.spot import Spot
 
 MAX_MEAN, MAX_WORST, MAX_SIZES = 1.01, 1.05, 1.01
 ALWAYS = ("nvidia/fa3", "nvidia/fa3_mla")

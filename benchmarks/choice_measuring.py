@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from attnmux.bench import Bench, Row, Workload, completed
-from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
-from attnmux.bench.margins import server_of
 from attnmux.core import AttnmuxError, GraphConfig, Measurement, Request, Settings, solve_measured
 from attnmux.core.verbs import Run, requested
+from attnmux.testing.bench import Bench, Row, Workload, completed
+from attnmux.testing.bench.cli.bench_run import Keeper, Kept, find_place, measure
+from attnmux.testing.bench.margins import server_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.grid_draws import SPACE, Draw, draws
 
-from attnmux.bench import Report
-from attnmux.bench.margins import server_of
-from attnmux.bench.spot import Spot, Steps
 from attnmux.core import NoBackend, Offer, solve_measured
+from attnmux.testing.bench import Report
+from attnmux.testing.bench.margins import server_of
+from attnmux.testing.bench.spot import Spot, Steps
 
 MAX_MEAN, MAX_P99 = 1.02, 1.10
 COLUMNS = {"family": "", "step": "", "shipped": "", "regret": ".3f", "plain": "", "regret ": ".3f"}

@@ -23,7 +23,6 @@ import click
 import torch
 from benchmarks.cases import json_option, rounds_option
 
-from attnmux.bench import Report, facts
 from attnmux.core import NoBackend, Offer, Platform, Request, solve
 from attnmux.core.plugin import (
     ANY,
@@ -41,6 +40,7 @@ from attnmux.core.plugin import (
     versions,
 )
 from attnmux.core.verbs import check
+from attnmux.testing.bench import Report, facts
 
 SMALL, LARGE = 40, 1000
 COLUMNS = {"": "", "ms": ".3f", "CPU ms": ".3f", "ratio": ".0f", "at most": "g"}

@@ -25,8 +25,8 @@ import click
 import torch
 from benchmarks.cases import json_option, rounds_option
 
-from attnmux.bench import Report, facts, interleave, wall_meter
-from attnmux.bench.timing import Meter
+from attnmux.testing.bench import Report, facts, interleave, wall_meter
+from attnmux.testing.bench.timing import Meter
 
 CPU = torch.device("cpu")
 COLUMNS = {"command": "", "ms": ".1f", "ratio": ".1f", "at most": "g"}

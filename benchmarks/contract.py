@@ -21,10 +21,10 @@ import click
 import torch
 from benchmarks.cases import Case, decode, json_option, rounds_option
 
-from attnmux.bench import Report, facts, host_meter, interleave
-from attnmux.bench.timing import Run
 from attnmux.core import AttentionBackend, AttentionCall, ForwardBatch, Platform
 from attnmux.core.contract.arguments import check_call
+from attnmux.testing.bench import Report, facts, host_meter, interleave
+from attnmux.testing.bench.timing import Run
 
 CPU = torch.device("cpu")
 MAX_CONSTRUCTION_US = 1.0

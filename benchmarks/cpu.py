@@ -31,10 +31,19 @@ from benchmarks.cases import (
     threads_option,
 )
 
-from attnmux.bench import Report, Step, Workload, ceilings, facts, in_turn, interleave, wall_meter
-from attnmux.bench.timing import Run
 from attnmux.core import LayerSpec, Platform
 from attnmux.testing import find_candidate
+from attnmux.testing.bench import (
+    Report,
+    Step,
+    Workload,
+    ceilings,
+    facts,
+    in_turn,
+    interleave,
+    wall_meter,
+)
+from attnmux.testing.bench.timing import Run
 
 CPU = torch.device("cpu")
 PLATFORM = Platform.parse(f"cpu:{platform.machine()}")

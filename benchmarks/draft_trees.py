@@ -21,8 +21,6 @@ import click
 import torch
 from benchmarks.cases import Case, dry_run_option, extend, json_option, only_option, rounds_option
 
-from attnmux.bench import Report, Step, device_meter, facts, interleave
-from attnmux.bench.timing import Run, graphs_of, in_graph
 from attnmux.core import (
     AttentionBackend,
     ForwardBatch,
@@ -39,6 +37,8 @@ from attnmux.core import (
 from attnmux.parts import DraftTree, prefixes_request, undrafted_request
 from attnmux.parts.draft_trees import TreeAttnBackend
 from attnmux.testing import reference
+from attnmux.testing.bench import Report, Step, device_meter, facts, interleave
+from attnmux.testing.bench.timing import Run, graphs_of, in_graph
 
 DRAFTS, TOPK = 8, 4
 CASES = (

@@ -29,8 +29,8 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from attnmux.bench import Report, Times, facts, interleave
 from attnmux.core import ForwardBatch, GraphRunner, GraphUnsupported, Plugins, Policy, Settings
+from attnmux.testing.bench import Report, Times, facts, interleave
 from attnmux.transformers import (
     Capacity,
     Checkpoint,

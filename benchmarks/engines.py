@@ -35,7 +35,7 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 from transformers import LlamaConfig
 
-from attnmux.bench import Report, facts
+from attnmux.testing.bench import Report, facts
 from attnmux.transformers import recall
 
 Prompts = list[list[int]]

@@ -25,8 +25,8 @@ import torch
 from benchmarks.cases import json_option, rounds_option, threads_option
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from attnmux.bench import Report, Times, facts, interleave
 from attnmux.core import Plugins, Policy, Settings
+from attnmux.testing.bench import Report, Times, facts, interleave
 from attnmux.transformers import Capacity, Engine, ModelRunner, RunnerOptions, ServedModel
 from attnmux.transformers.cli.run import platform_for
 from attnmux.transformers.load.decision import decide

@@ -34,11 +34,11 @@ import triton
 from benchmarks.cases import json_option
 from benchmarks.grid_draws import SPACE, Draw, draws
 
-from attnmux.bench import Bench, Report, Row, Workload, ceilings, facts
-from attnmux.bench.cli.bench_run import Place, find_place
-from attnmux.bench.entrants import make_field
 from attnmux.core import AttnmuxError, InvalidInput, NoBackend, Platform, Settings
 from attnmux.core.verbs import Run
+from attnmux.testing.bench import Bench, Report, Row, Workload, ceilings, facts
+from attnmux.testing.bench.cli.bench_run import Place, find_place
+from attnmux.testing.bench.entrants import make_field
 
 OURS = "triton/triton"
 SLOW = ("torch_native", "flex_attention")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from attnmux.bench import Workload
 from attnmux.core import Request
+from attnmux.testing.bench import Workload
 
 DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
 """Widths of a head's K and of its V."""

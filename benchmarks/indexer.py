@@ -20,9 +20,9 @@ import torch
 import triton
 from benchmarks.cases import json_option, only_option, rounds_option
 
-from attnmux.bench import Report, device_meter, facts, interleave
-from attnmux.bench.timing import Run
 from attnmux.core import ForwardBatch, ForwardMode, torch_dtype
+from attnmux.testing.bench import Report, device_meter, facts, interleave
+from attnmux.testing.bench.timing import Run
 from attnmux.transformers import IndexKPool, KeyPicker
 from attnmux.transformers.model.sparse.scores import index_scores
 from attnmux.triton.functions.index_scores import IndexScores

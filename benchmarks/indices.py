@@ -16,8 +16,8 @@ import click
 import torch
 from benchmarks.cases import json_option, rounds_option, threads_option
 
-from attnmux.bench import Report, facts, interleave, wall_meter
 from attnmux.core.plugin import kv_indices, kv_indptr, page_table
+from attnmux.testing.bench import Report, facts, interleave, wall_meter
 
 CPU = torch.device("cpu")
 BATCH_SIZE, CONTEXT, MAX_CONTEXT, NUM_ROWS = 256, 4096, 8192, 512

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from benchmarks.cases import RANK
 
-from attnmux.bench import Step
-from attnmux.bench.timing import Run
+from attnmux.testing.bench import Step
+from attnmux.testing.bench.timing import Run
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 Library = Any

@@ -11,9 +11,9 @@ import torch
 from benchmarks.cases import RANK, ROPE
 from benchmarks.libraries import Cache, Library, bounds, is_decode, new_kv, scaling
 
-from attnmux.bench import Step
-from attnmux.bench.timing import Run
 from attnmux.core import torch_dtype
+from attnmux.testing.bench import Step
+from attnmux.testing.bench.timing import Run
 
 WORKSPACE_BYTES = 512 << 20
 

@@ -27,11 +27,11 @@ import click
 import torch
 from benchmarks.cases import dry_run_option, json_option, only_option, rounds_option
 
-from attnmux.bench import Report, device_meter, facts, interleave
-from attnmux.bench.timing import Run, graphs_of, in_graph
 from attnmux.core import GraphUnsupported, Plugins
 from attnmux.core.plugin import LinearAttentionBackend
 from attnmux.cpu.torch_linear import TorchLinearBackend
+from attnmux.testing.bench import Report, device_meter, facts, interleave
+from attnmux.testing.bench.timing import Run, graphs_of, in_graph
 from attnmux.testing.cases.case import Step, decode, extend
 from attnmux.testing.cases.linear import SHAPES, LinearCase
 from attnmux.testing.setup.linear import (

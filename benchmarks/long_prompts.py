@@ -27,9 +27,6 @@ import click
 import torch
 from benchmarks.cases import Case, dry_run_option, extend, json_option, only_option, rounds_option
 
-from attnmux.bench import Report, Step, device_meter, facts, interleave
-from attnmux.bench.keeping import RecordFile
-from attnmux.bench.timing import Run
 from attnmux.core import (
     AttentionBackend,
     Decision,
@@ -45,6 +42,9 @@ from attnmux.core import (
 )
 from attnmux.core.verbs import Device
 from attnmux.parts.chunked_prefix import CHUNK_BYTES, ChunkedPrefixBackend, crossing_subject
+from attnmux.testing.bench import Report, Step, device_meter, facts, interleave
+from attnmux.testing.bench.keeping import RecordFile
+from attnmux.testing.bench.timing import Run
 
 MIN_GAIN = 1.5
 LONG = 28_672

@@ -28,12 +28,12 @@ from benchmarks.cases import (
     threads_option,
 )
 
-from attnmux.bench import Report, facts, in_turn, interleave
-from attnmux.bench.timing import Meter, Run
 from attnmux.core import AttentionBackend, Platform, torch_dtype
 from attnmux.core.contract.memory import zeros
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import find_candidate
+from attnmux.testing.bench import Report, facts, in_turn, interleave
+from attnmux.testing.bench.timing import Meter, Run
 
 CPU = torch.device("cpu")
 SIDE = 1024

@@ -19,9 +19,9 @@ import torch
 from benchmarks.cases import json_option, only_option, rounds_option, threads_option
 from benchmarks.native import CPU, cpu_meter
 
-from attnmux.bench import Report, facts, interleave
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.native.linear import NativeLinear
+from attnmux.testing.bench import Report, facts, interleave
 
 WEIGHTS = ((4864, 896), (896, 4864), (151936, 896))
 ROWS = (1, 2, 4, 8, 16, 64)

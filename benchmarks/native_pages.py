@@ -23,9 +23,9 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 from benchmarks.native import CPU, cpu_meter
 
-from attnmux.bench import Report, facts, interleave
 from attnmux.core.contract.memory import zeros
 from attnmux.cpu.levels import BF16, find_compiler
+from attnmux.testing.bench import Report, facts, interleave
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 NUM_PAGES, PAGE_ROWS, ROW = 2048, 16, 2048

@@ -30,12 +30,12 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from attnmux.bench import Report, Step, facts, in_turn, interleave
-from attnmux.bench.timing import Run
 from attnmux.core import LayerSpec
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import cu_seqlens
 from attnmux.testing import find_candidate
+from attnmux.testing.bench import Report, Step, facts, in_turn, interleave
+from attnmux.testing.bench.timing import Run
 
 PAGE = 128
 """vLLM's own choice on CPUs."""

@@ -18,8 +18,8 @@ import click
 import torch
 from benchmarks.cases import json_option, rounds_option
 
-from attnmux.bench import Report, device_meter, facts, interleave
-from attnmux.bench.timing import graphs_of, in_graph, in_turn
+from attnmux.testing.bench import Report, device_meter, facts, interleave
+from attnmux.testing.bench.timing import graphs_of, in_graph, in_turn
 from attnmux.triton.functions.one_row import OneRowProducts
 
 WEIGHTS = {

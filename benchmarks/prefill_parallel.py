@@ -28,8 +28,6 @@ import torch.distributed as dist
 from benchmarks.cases import extend, json_option, rounds_option
 from torch.profiler import ProfilerActivity, profile
 
-from attnmux.bench import Report, Step, device_meter, facts, in_turn, interleave, wall_meter
-from attnmux.bench.timing import Meter, Run, wait
 from attnmux.core import (
     AttentionBackend,
     BackendContext,
@@ -52,6 +50,8 @@ from attnmux.distributed import (
 from attnmux.distributed.kv_rows import KVRows
 from attnmux.distributed.prefill_parallel import ChunkGather
 from attnmux.parts import parts_request
+from attnmux.testing.bench import Report, Step, device_meter, facts, in_turn, interleave, wall_meter
+from attnmux.testing.bench.timing import Meter, Run, wait
 
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """As a share of the largest value: a few roundings of the output."""

@@ -16,7 +16,7 @@ from statistics import geometric_mean
 
 import click
 
-from attnmux.bench import Report
+from attnmux.testing.bench import Report
 
 MOST = 1.03
 """The largest ratio that a step may have."""

@@ -17,8 +17,8 @@ import click
 import torch
 from benchmarks.cases import json_option
 
-from attnmux.bench import Report, facts
 from attnmux.core import Platform, Plugins
+from attnmux.testing.bench import Report, facts
 from attnmux.transformers import (
     ModelRunner,
     RunnerOptions,

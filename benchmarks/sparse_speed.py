@@ -22,8 +22,6 @@ import click
 import torch
 from benchmarks.cases import decode, json_option, rounds_option
 
-from attnmux.bench import Report, Step, facts, interleave
-from attnmux.bench.timing import Run, device_meter, graphs_of, in_graph
 from attnmux.core import (
     AttentionBackend,
     BackendContext,
@@ -36,6 +34,8 @@ from attnmux.core.plugin import shared_kernel, with_shared_kernels
 from attnmux.parts import RequestPages
 from attnmux.parts.page_choice import PageKernels, PlainPages
 from attnmux.parts.sparse_pages import SparseAttnBackend, sparse_context
+from attnmux.testing.bench import Report, Step, facts, interleave
+from attnmux.testing.bench.timing import Run, device_meter, graphs_of, in_graph
 
 FACTORS = (2, 4, 8)
 REPEATS = 3

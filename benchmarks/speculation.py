@@ -29,9 +29,9 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 from benchmarks.engine import BETWEEN, RANDOM, MetadataClock, load, make_prompts, make_random
 
-from attnmux.bench import Report, facts, interleave
 from attnmux.core import GraphUnsupported, Policy
 from attnmux.parts import DraftTree
+from attnmux.testing.bench import Report, facts, interleave
 from attnmux.transformers import (
     Engine,
     ModelRunner,

@@ -17,13 +17,13 @@ import click
 import torch
 from benchmarks.cases import json_option, rounds_option, threads_option
 
-from attnmux.bench import Report, facts, interleave, wall_meter
 from attnmux.core import ForwardBatch, ForwardMode, SpecInput
 from attnmux.core.contract.spec import FORMS
 from attnmux.core.contract.tree_masks import with_form
 from attnmux.core.facts.values import TreeMask
 from attnmux.core.plugin import BackendCard
 from attnmux.parts import DraftTree
+from attnmux.testing.bench import Report, facts, interleave, wall_meter
 
 CPU = torch.device("cpu")
 BATCH_SIZE, DRAFTS, PREFIX, MAX_CONTEXT, TOPK = 8, 16, 32768, 131072, 4

@@ -24,8 +24,8 @@ import torch
 import triton
 from benchmarks.cases import json_option, rounds_option
 
-from attnmux.bench import Report, facts, interleave
 from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree, sample_tree_target_only
+from attnmux.testing.bench import Report, facts, interleave
 from attnmux.transformers.draft.loop import drafted_tree
 from attnmux.transformers.draft.paths import DraftCandidates
 from attnmux.triton.functions.trees import TritonTrees

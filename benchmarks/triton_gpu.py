@@ -51,7 +51,9 @@ from benchmarks.triton_table import (
 )
 from triton.testing import do_bench
 
-from attnmux.bench import (
+from attnmux.core import AttentionCall, AttnmuxError, Platform
+from attnmux.testing import distance, find_candidate
+from attnmux.testing.bench import (
     Ceilings,
     Report,
     Step,
@@ -65,9 +67,7 @@ from attnmux.bench import (
     max_error,
     wall_meter,
 )
-from attnmux.bench.timing import Meter, Run
-from attnmux.core import AttentionCall, AttnmuxError, Platform
-from attnmux.testing import distance, find_candidate
+from attnmux.testing.bench.timing import Meter, Run
 
 
 class Benchmark:

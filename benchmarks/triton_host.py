@@ -36,10 +36,10 @@ from benchmarks.cases import (
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from attnmux.bench import Report, Step, facts, host_meter, in_turn, interleave, wall_meter
-from attnmux.bench.timing import Run
 from attnmux.core import AttentionBackend, AttentionCall
 from attnmux.testing import find_candidate
+from attnmux.testing.bench import Report, Step, facts, host_meter, in_turn, interleave, wall_meter
+from attnmux.testing.bench.timing import Run
 
 MAX_METADATA_US = 40.0
 CASES = (

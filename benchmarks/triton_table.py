@@ -12,8 +12,8 @@ import torch
 from benchmarks import libraries, library_flashinfer
 from benchmarks.cases import Case, decode, extend
 
-from attnmux.bench import Step, Workload
-from attnmux.bench.timing import Run
+from attnmux.testing.bench import Step, Workload
+from attnmux.testing.bench.timing import Run
 
 OURS, OUR_BF16 = "ours", "our bf16"
 FAMILIES = ("decode", "fp8", "fp4", "mla", "extend", "extend fp8", "turns", "turns fp8")

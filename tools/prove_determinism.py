@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from attnmux.bench.timing import Run, graphs_of, in_graph
 from attnmux.core import (
     AttentionBackend,
     BackendContext,
@@ -38,6 +37,7 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.testing import find_candidate
+from attnmux.testing.bench.timing import Run, graphs_of, in_graph
 
 KEY_BLOCK = 128
 """A multiple of every kernel's block of keys. Chunks of a prompt end at multiples of it."""

@@ -19,7 +19,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 READMES = sorted(
     page
     for folder in (
-        *("core", "testing", "bench", "distributed", "emulators", "plugins", "integrations"),
+        *("core", "testing", "distributed", "emulators", "plugins", "integrations"),
         *("examples", "benchmarks", "tools"),
     )
     for page in (ROOT / folder).glob("**/*.md")

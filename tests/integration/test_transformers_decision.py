@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.bench.keeping import RecordFile
 from attnmux.configs import request_from_model
 from attnmux.core import (
     AttnmuxError,
@@ -27,6 +26,7 @@ from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Device, Question
+from attnmux.testing.bench.keeping import RecordFile
 from attnmux.transformers import recall
 from attnmux.transformers.cli import run as cli_run
 from attnmux.transformers.load.decision import decide, without

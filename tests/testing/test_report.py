@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.bench.keeping import RecordFile
 from attnmux.core import Measurement, Plugins
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import Verified
 from attnmux.core.verbs import Device
 from attnmux.testing import find_candidate
+from attnmux.testing.bench.keeping import RecordFile
 from attnmux.testing.report.facts import system
 from attnmux.testing.run.candidate import Outcome
 from attnmux.testing.verification.anonymous import anonymous, anonymous_error

@@ -10,11 +10,11 @@ from datetime import datetime, timezone
 import pytest
 from click.testing import CliRunner
 
-from attnmux.bench.keeping import RecordFile
 from attnmux.core import Detection, Measurement, Platform, Plugins, Request
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.verbs import Device, Question
+from attnmux.testing.bench.keeping import RecordFile
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
 pytest.importorskip("torch", reason="what those backends require")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.bench.keeping import RecordFile
-from attnmux.bench.trials import by_subject, winner
 from attnmux.core import InvalidInput, Platform, TunedLaunch
 from attnmux.core.plugin import Trial
 from attnmux.core.verbs import Device, Records, Run
+from attnmux.testing.bench.keeping import RecordFile
+from attnmux.testing.bench.trials import by_subject, winner
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
 NOW = datetime(2026, 5, 1, tzinfo=timezone.utc)

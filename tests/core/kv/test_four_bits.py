@@ -7,7 +7,6 @@ from fractions import Fraction
 import pytest
 import torch
 
-from attnmux.bench.shapes import value_bytes
 from attnmux.core import (
     ForeignKVPool,
     InvalidInput,
@@ -20,6 +19,7 @@ from attnmux.core import (
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.contract.quantise import MAGNITUDES, pack_rows
 from attnmux.parts import DraftKeys
+from attnmux.testing.bench.shapes import value_bytes
 from attnmux.testing.reference.wide_rows import wide_rows
 
 E4M3 = sorted({float(v) for v in torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)})

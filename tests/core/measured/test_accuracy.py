@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 
 import pytest
 
-from attnmux.bench.keeping import RecordFile
 from attnmux.core import (
     Decision,
     InvalidInput,
@@ -22,6 +21,7 @@ from attnmux.core import (
 from attnmux.core.measured.ranking import accuracy_by
 from attnmux.core.plugin import ErrorBound, one_of
 from attnmux.core.verbs import Device, Question
+from attnmux.testing.bench.keeping import RecordFile
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=decode")
 HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8", is_here=True), name="NVIDIA H200")

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.bench.keeping import RecordFile
 from attnmux.core import Decision, InvalidInput, Measurement, Platform, Policy, Request, solve
 from attnmux.core.choosing.checking import prior_rank
 from attnmux.core.cli.outcomes import outcomes
@@ -21,6 +20,7 @@ from attnmux.core.measured.evidence import evidence_of
 from attnmux.core.measured.ranking import ranking_by, ranks
 from attnmux.core.plugin import Clause, Prior, one_of
 from attnmux.core.verbs import Device, Question
+from attnmux.testing.bench.keeping import RecordFile
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")

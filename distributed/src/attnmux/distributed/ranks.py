@@ -19,8 +19,6 @@ from attnmux.core import AttnmuxError, InvalidInput, RankFailed
 
 SECONDS = 60.0
 """How long a rank waits for the others by default."""
-MEASURING_SECONDS = 600.0
-"""How long it waits for others that measure, which may compile."""
 
 POLL_SECONDS = 2e-5
 
@@ -101,18 +99,6 @@ class RankGroup:
         if device_type != "cpu":
             device = torch.device(device_type, torch.accelerator.current_device_index())
         return cls.of(dist.group.WORLD, device, seconds=seconds)
-
-    @classmethod
-    def measuring(cls, device_type: str, device: str) -> RankGroup | None:
-        """Call `start` for ranks that measure; None in a process that no launcher started.
-
-        device: named by the user. Raises InvalidInput for one, where each rank has its own.
-        """
-        if not dist.is_torchelastic_launched():
-            return None
-        if device:
-            raise InvalidInput("--device", got=repr(device), expected="nothing: each rank has one")
-        return cls.start(device_type, seconds=MEASURING_SECONDS)
 
     @classmethod
     def of(

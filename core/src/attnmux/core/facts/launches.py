@@ -57,7 +57,7 @@ class TunedLaunch(Record):
 
 
 class Together:
-    """Calls a function on all ranks at the same time: here of a single process; attnmux-bench has
+    """Calls a function on all ranks at the same time: here of a single process; attnmux-testing has
     one of several."""
 
     def __call__(

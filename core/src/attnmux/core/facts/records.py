@@ -1,6 +1,6 @@
 """Records of what this machine has measured, and how the JSON files that keep them are read.
 
-A reader takes every record that it can read. attnmux-bench writes the files.
+A reader takes every record that it can read. attnmux-testing writes the files.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Measurement(Record):
     """The time that a backend took for one workload of one phase, and the error of its answer.
 
     `median_us` is the time of one step. Errors are in units of the output format's rounding, as
-    `attnmux.bench.Errors` defines them. Raises InvalidInput as `Record`.
+    `attnmux.testing.bench.Errors` defines them. Raises InvalidInput as `Record`.
     """
 
     noun = "measurement"

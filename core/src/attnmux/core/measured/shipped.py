@@ -1,6 +1,6 @@
 """Figures of a kind of device that a plugin carries: the file's schema, and what of it counts here.
 
-attnmux-bench writes the files: `attnmux bench --ship`.
+attnmux-testing writes the files: `attnmux bench --ship`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnmux.core.facts.request import Request
 
 FORMAT = 1
 STEP = re.compile(r"(decode|extend|verify):bs=([1-9][0-9]*),\S+")
-"""A workload as attnmux-bench calls it."""
+"""A workload as attnmux-testing calls it."""
 MOST_BYTES = 16_000_000
 
 Microseconds = tuple[float | None, ...]

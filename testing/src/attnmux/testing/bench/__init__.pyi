@@ -1,0 +1,36 @@
+"""The public names, each with its module."""
+
+from attnmux.testing.bench.answers import error_of as error_of
+from attnmux.testing.bench.answers import errors_of as errors_of
+from attnmux.testing.bench.answers import max_error as max_error
+from attnmux.testing.bench.conformance import Check as Check
+from attnmux.testing.bench.conformance import check_conformance as check_conformance
+from attnmux.testing.bench.entrants import Entrant as Entrant
+from attnmux.testing.bench.entrants import Field as Field
+from attnmux.testing.bench.entrants import Refused as Refused
+from attnmux.testing.bench.entrants import find_entrants as find_entrants
+from attnmux.testing.bench.entrants import make_field as make_field
+from attnmux.testing.bench.grid import default_grid as default_grid
+from attnmux.testing.bench.measuring import Bench as Bench
+from attnmux.testing.bench.measuring import Row as Row
+from attnmux.testing.bench.measuring import all_layers as all_layers
+from attnmux.testing.bench.measuring import all_layers_in_graph as all_layers_in_graph
+from attnmux.testing.bench.report import Report as Report
+from attnmux.testing.bench.report import facts as facts
+from attnmux.testing.bench.roofline import Ceilings as Ceilings
+from attnmux.testing.bench.roofline import Cost as Cost
+from attnmux.testing.bench.roofline import ceilings as ceilings
+from attnmux.testing.bench.roofline import cost_of as cost_of
+from attnmux.testing.bench.shapes import completed as completed
+from attnmux.testing.bench.steps import Step as Step
+from attnmux.testing.bench.steps import make_step as make_step
+from attnmux.testing.bench.timing import Times as Times
+from attnmux.testing.bench.timing import device_meter as device_meter
+from attnmux.testing.bench.timing import graphs_of as graphs_of
+from attnmux.testing.bench.timing import host_meter as host_meter
+from attnmux.testing.bench.timing import in_graph as in_graph
+from attnmux.testing.bench.timing import in_turn as in_turn
+from attnmux.testing.bench.timing import interleave as interleave
+from attnmux.testing.bench.timing import median_us as median_us
+from attnmux.testing.bench.timing import wall_meter as wall_meter
+from attnmux.testing.bench.workload import Workload as Workload
