@@ -2,6 +2,7 @@
 
     python -m benchmarks.choice [--part choice] [--only "MLA"] [--without flex_attention]
     python -m benchmarks.choice --seed 7 --times FILE [--count 50] [--minutes 9] [--jobs 12]
+                                [--share 1/2]
     python -m benchmarks.choice --tiny           on a CPU, of tiny sizes: figures mean nothing
 
 Each model's steps are measured as `attnmux bench --keep` measures them, with its check of each
@@ -16,7 +17,9 @@ sizes    Decode at the batch sizes that graphs are captured for: the time of eac
          over that of the one backend which is best over all sizes. Bar: at no size above 1.01.
 
 --seed N asks what an engine gets without measuring: `choice_regret.py`. The times of its random
-steps are kept in --times, and the same command goes on where it ended.
+steps are kept in --times, and the same command goes on where it ended. Two processes, each with a
+GPU of its own by CUDA_VISIBLE_DEVICES, take --share 1/2 and 2/2 into one file, or into two that
+`cat` joins.
 
 A step without a time of the chosen backend misses the bars. Requests of a step are alike. --without
 leaves out backends that take long on a GPU and are chosen for none of this, as torch_native and
@@ -52,6 +55,7 @@ from benchmarks.grid import tiny as tiny_draw
 from attnmux.core import Settings
 from attnmux.core.verbs import Run
 from attnmux.testing.bench import Report, facts
+from attnmux.testing.bench.cli.asked import Share
 from attnmux.testing.bench.cli.bench_run import find_place
 from attnmux.testing.bench.spot import Spot
 
@@ -196,6 +200,7 @@ def regret(
     count: int,
     minutes: float,
     jobs: int,
+    share: tuple[int, int],
     path: Path | None,
     *,
     tiny: bool,
@@ -204,7 +209,7 @@ def regret(
     steps = list(wanted(times.seed, count))
     if tiny:
         steps = [replace(each, draw=tiny_draw(each.draw)) for each in steps]
-    measure_steps(spot, times, steps, minutes, jobs)
+    measure_steps(spot, times, steps, minutes, jobs, share)
     about = facts(torch.device(spot.device), "attnmux-core", seed=times.seed, count=count)
     with Report(REGRET_COLUMNS, about, path, title="regret") as report:
         tell(report, spot, times, steps)
@@ -227,6 +232,7 @@ def regret(
 @click.option("--times", type=click.Path(path_type=Path), help="With --seed: the file of times.")
 @click.option("--minutes", default=9.0, show_default=True, help="With --seed: 0 only reads times.")
 @click.option("--jobs", default=0, show_default=True, help="With --seed: processes that compile.")
+@click.option("--share", type=Share(), default="1/1", help="With --seed: this process's, as 1/2.")
 @click.option("--tiny", is_flag=True, help="Tiny steps on the CPU: figures mean nothing.")
 @json_option
 def main(
@@ -242,6 +248,7 @@ def main(
     times: Path | None,
     minutes: float,
     jobs: int,
+    share: tuple[int, int],
     tiny: bool,
     path: Path | None,
 ) -> None:
@@ -249,7 +256,10 @@ def main(
     if seed is not None:
         if times is None:
             raise click.UsageError("--seed keeps times in --times FILE")
-        settings = replace(Settings.load(), deny_backends=without, no_measurements=True)
+        settings = Settings.load()
+        settings = replace(
+            settings, deny_backends=(*settings.deny_backends, *without), no_measurements=True
+        )
         place = find_place(Run(), settings, "cpu" if tiny else platform, "")
         spot = Spot(
             platform=place.platform,
@@ -259,7 +269,7 @@ def main(
             names=names,
             seconds=seconds,
         )
-        regret(spot, Times(path=times, seed=seed), count, minutes, jobs, path, tiny=tiny)
+        regret(spot, Times(path=times, seed=seed), count, minutes, jobs, share, path, tiny=tiny)
         return
     measuring = Measuring(
         names=names,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -70,25 +71,45 @@ class Times:
     seed: int
 
     def read(self) -> dict[tuple[str, int], Rounds]:
-        """By family and number. Lines of another seed are left alone."""
+        """By family and number. Lines of another seed are left alone, and so is half of a line: a
+        run was killed, and the step is timed again."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         found = {}
-        for data in map(json.loads, lines):
-            if data["seed"] == self.seed:
-                found[data["family"], data["number"]] = data["rounds"]
+        for line in lines:
+            with suppress(json.JSONDecodeError):
+                data = json.loads(line)
+                if data["seed"] == self.seed:
+                    found[data["family"], data["number"]] = data["rounds"]
         return found
 
     def add(self, step: Measured, rounds: Rounds, notes: Sequence[str]) -> None:
         named: dict[str, Any] = {"seed": self.seed, "family": step.draw.family}
         named |= {"number": step.number, "step": str(step.draw)}
+        # Text before it may be half of a line. One write: another process may write, too
+        line = json.dumps({**named, "rounds": rounds, "notes": notes})
         with self.path.open("a") as file:
-            file.write(json.dumps({**named, "rounds": rounds, "notes": notes}) + "\n")
+            file.write(f"\n{line}\n")
 
 
-def measure(spot: Spot, times: Times, steps: Sequence[Measured], minutes: float, jobs: int) -> int:
-    """Time the steps that have no times yet until the minutes are over. Returns how many."""
+def measure(
+    spot: Spot,
+    times: Times,
+    steps: Sequence[Measured],
+    minutes: float,
+    jobs: int,
+    share: tuple[int, int] = (0, 1),
+) -> int:
+    """Time the steps that have no times yet until the minutes are over. Returns how many.
+
+    share: which of how many equal parts, each of all families. Raises BackendFailed for a backend
+    that made the device unusable; its step is left behind.
+    """
     end, known = time.monotonic() + 60 * minutes, times.read()
-    left = [each for each in steps if (each.draw.family, each.number) not in known]
+    left = [
+        each
+        for each in steps
+        if (each.draw.family, each.number) not in known and each.number % share[1] == share[0]
+    ]
     done = 0
     for each in spot.compiled(left, jobs, end):
         if time.monotonic() > end:
@@ -96,6 +117,7 @@ def measure(spot: Spot, times: Times, steps: Sequence[Measured], minutes: float,
         rows = spot.rows(each.draw.workload, spot.entrants(each.steps))
         notes = [f"{row.backend}: {row.status}: {row.why}" for row in rows if row.why]
         times.add(each, {row.backend: row.rounds_us for row in rows if row.rounds_us}, notes)
+        spot.check_device(rows)
         done += 1
     return done
 
@@ -136,15 +158,19 @@ def tell(report: Report, spot: Spot, times: Times, steps: Sequence[Measured]) ->
             of_family = regrets[shipped].setdefault(step.draw.family, [])
             of_family.append(float("inf") if regret is None else regret)
         report.add(step.draw.family, str(step.draw), *row)
-    for shipped, said in ((True, "shipped figures"), (False, "plain rules")):
-        for family, found in regrets[shipped].items():
-            report.note(f"{said}, {family}: {summary(found)}")
-    everything = [each for found in regrets[True].values() for each in found]
-    plain = [each for found in regrets[False].values() for each in found]
-    report.note(f"plain rules, all: {summary(plain)}")
+    everything, plain = (
+        [each for found in regrets[shipped].values() for each in found] for shipped in (True, False)
+    )
+    report.note(
+        "\n| family | steps | shipped figures: mean, 99 %, worst | without |\n|---|--:|---|---|"
+    )
+    for family, found in {**regrets[True], "all": everything}.items():
+        without = regrets[False].get(family, plain)
+        report.note(f"| {family} | {len(found)} | {summary(found)} | {summary(without)} |")
+    report.save(regret={"shipped": regrets[True], "plain": regrets[False]})
     kept = bool(everything) and is_kept(everything)
     bars = f"bars: mean {MAX_MEAN}, 99th percentile {MAX_P99}: {'kept' if kept else 'MISSED'}"
-    report.note(f"shipped figures, all: {summary(everything)}; {missing} without times; {bars}")
+    report.note(f"with shipped figures: {summary(everything)}; {missing} without times; {bars}")
     return kept
 
 
@@ -161,7 +187,4 @@ def is_kept(found: Sequence[float]) -> bool:
 def summary(found: Sequence[float]) -> str:
     if not found:
         return "no step"
-    return (
-        f"mean {fmean(found):.4f}, 99th percentile {percentile(found, 0.99):.3f}, "
-        f"worst {max(found):.3f} of {len(found)}"
-    )
+    return f"{fmean(found):.4f}, {percentile(found, 0.99):.3f}, {max(found):.3f}"

@@ -26,7 +26,7 @@ from attnmux.core.find import unserved
 from attnmux.core.find.devices import survey
 from attnmux.core.find.plugin import Plugin, PluginFailure
 from attnmux.core.find.plugins import unknown_plugins
-from attnmux.core.plugin import BackendCard, Clause, includes, one_of
+from attnmux.core.plugin import BackendCard, Clause, Figures, includes, one_of
 
 GOOD = """
 from attnmux.core.plugin import BackendCard
@@ -382,6 +382,36 @@ def test_a_signal_without_a_name(ask) -> None:
     result = ask("--json", odd=f"import os\nos.kill(os.getpid(), {signal})\n")
     (failure,) = rows(result)["dist-odd"]["failures"]
     assert failure["error"].startswith("killed by signal ")
+
+
+def test_figures_that_cannot_be_read_are_a_problem(ask, tmp_path) -> None:
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/acme-v1-v1.json").write_text("{")
+    source = "from attnmux.core.plugin import Figures\nfrom pathlib import Path\n" + GOOD.format(
+        more=""
+    )
+    source += "@hookimpl\ndef attnmux_figures():\n"
+    source += f"    return Figures.in_folder(Path({str(tmp_path / 'figures')!r}))\n"
+    (problem,) = json.loads(ask("--json", good=source).stdout)["problems"]
+    assert "figures of dist-good 0.3 are left out" in problem
+    assert problem.endswith(": pip install --upgrade dist-good")
+
+
+def test_figures_that_do_not_count_here_are_a_note(bare) -> None:
+    """One backend is of no plugin, and the other's release is later than the figures'."""
+    clause = Clause.when(vendor=one_of("nvidia"))
+    card = BackendCard(name="usual", summary="", factory="a:b", clauses=(clause,))
+    figures = tuple(Figures.in_folder(Path(__file__).parents[1] / "measured/figures"))
+    plugin = examined("fake", "nvidia:sm90")._replace(cards=(card,), figures=figures, version="2.0")
+    (note,) = diagnose([plugin], Settings(platform="nvidia")).notes
+    assert note.startswith(
+        "nvidia-sm90-h200.json of attnmux-fake 2.0 does not count for fake/usual"
+    )
+    assert "measured with attnmux-fake >=1,<2, and 2.0 is installed" in note
+    assert "fake/other (no plugin here offers it)" in note
+    assert note.endswith("or measure here by attnmux bench --keep")
+    other = plugin._replace(platforms=(Platform.parse("nvidia:sm80"),))
+    assert diagnose([other], Settings(platform="nvidia")).notes == ()
 
 
 def examined(name: str, *platforms: str, error: str = "") -> Plugin:

@@ -6,6 +6,7 @@ import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,12 +185,32 @@ def test_regret_is_kept_over_several_runs(choice, tmp_path) -> None:
     assert "8 without times" in called(choice, *given, "--minutes", "0")
     output = called(choice, *given, "--minutes", "5")
     assert "0 without times; bars: mean 1.02, 99th percentile 1.1: kept" in output
-    assert len(times.read_text().splitlines()) == 8
+    assert len(times.read_text().split()) > 8
+    assert "| all | 8 | 1.0000, 1.000, 1.000 | 1.0000, 1.000, 1.000 |" in output
     # Nothing is left to measure, and another seed's steps are others
+    before = times.read_text()
     called(choice, *given, "--minutes", "5")
-    assert len(times.read_text().splitlines()) == 8
+    assert times.read_text() == before
     other = tuple("4" if arg == "3" else arg for arg in given)
     assert "8 without times" in called(choice, *other, "--minutes", "0")
+
+
+def test_two_processes_share_the_steps_and_a_kill_costs_one(choice, tmp_path) -> None:
+    regret = importlib.import_module("benchmarks.choice_regret")
+    steps = list(regret.wanted(3, 2))
+    spot = SimpleNamespace(
+        compiled=lambda left, jobs, end: left,
+        entrants=lambda steps: [],
+        rows=lambda *_: [],
+        check_device=lambda rows: None,
+    )
+    times = regret.Times(path=tmp_path / "times.jsonl", seed=3)
+    assert regret.measure(spot, times, steps, 1, 0, (0, 2)) == 8
+    times.path.write_text(times.path.read_text()[:-20])
+    assert regret.measure(spot, times, steps, 1, 0, (1, 2)) == 8
+    assert {each.draw.family for each in steps if each.number == 1} == {f for f, _ in times.read()}
+    assert regret.measure(spot, times, steps, 1, 0) == 1
+    assert len(times.read()) == len(steps) == 16
 
 
 def test_regret_counts_what_is_beyond_the_noise(choice) -> None:

@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core import Platform, Request, solve_measured
+from attnmux.core import Platform, Policy, Request, solve_measured
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.plugin import Figures
 from attnmux.core.verbs import Shipped
 from attnmux.testing import FakeBackend
-from attnmux.testing.bench import Workload, recipe, shipping
+from attnmux.testing.bench import Workload, recipe, shipping, spot
+from attnmux.testing.bench.conformance import Check
 from attnmux.testing.bench.recipe import Task, tasks
+from attnmux.testing.bench.shipping import Shipping
+from attnmux.testing.bench.spot import Spot
 
 SHAPE = Request.from_dict(
     {
@@ -100,13 +103,6 @@ def test_a_run_goes_on_where_the_one_before_ended(pair, here, tmp_path) -> None:
     assert len(steps) == 3
 
 
-def test_a_budget_ends_a_run(pair, here, tmp_path) -> None:
-    result = ship(tmp_path, "--minutes", "0.000001")
-    answer = json.loads(result.stdout)
-    assert (answer["measured"], answer["left"], result.exit_code) == (0, 3, 3)
-    assert not (tmp_path / Figures.name_for(here)).exists()
-
-
 def test_figures_of_other_versions_are_not_mixed(pair, install, tmp_path) -> None:
     told(ship(tmp_path))
     install(pair[0], replace(pair[1], version="1.1"))
@@ -124,9 +120,66 @@ def test_a_wrong_backend_has_no_figures(pair, install, make_offer, here, tmp_pat
     assert shipped.shapes[0].steps["decode:bs=1,ctx=9"][place] is None
 
 
+def test_processes_share_a_file(pair, here, tmp_path) -> None:
+    """The second one opens the file before the first one has written what it measured."""
+    spot = Spot(
+        **{"platform": here, "device": "cpu", "offers": tuple(pair), "policy": Policy()},
+        **{"seconds": 0.002, "check_seconds": 0.05},
+    )
+    first, second = (Shipping.open(spot, tmp_path, "", (part, 2)) for part in (0, 1))
+    assert [task.phase for task, _ in first.run(1, 0)] == ["decode"] * 2
+    assert [task.phase for task, _ in second.run(1, 0)] == ["extend"]
+    shipped = Shipped.read(second.file)
+    assert set(shipped.shapes[0].steps) == {str(Workload.parse(text)) for text in STEPS}
+    assert shipped.sources[0].passed == ("decode mha bfloat16", "extend mha bfloat16")
+    assert all(None not in us for us in shipped.shapes[0].steps.values())
+    assert not Shipping.open(spot, tmp_path, "").todo()
+
+
+def test_a_budget_ends_a_run_with_a_step_at_least(pair, here, tmp_path, monkeypatch) -> None:
+    """A check may take longer than the budget, and the next run would end in it again."""
+
+    def check(*_):
+        clock.extend([1e6])
+        return Check(backend="", phase="", passed=1, cases=1)
+
+    clock = [0.0]
+    monkeypatch.setattr(shipping, "check_conformance", check)
+    monkeypatch.setattr(shipping.time, "monotonic", lambda: clock[-1])
+    answer = json.loads(ship(tmp_path).stdout)
+    assert (answer["measured"], answer["left"]) == (1, 2)
+
+
+def test_an_empty_file_is_a_new_one(pair, here, tmp_path) -> None:
+    (tmp_path / Figures.name_for(here)).touch()
+    assert told(ship(tmp_path))["measured"] == 3
+
+
+def test_a_lost_device_ends_a_run_by_the_name_of_who_lost_it(
+    pair, install, make_offer, here, tmp_path, monkeypatch
+) -> None:
+    """The next run goes on after the step."""
+
+    def lost(*_, **__):
+        raise RuntimeError("an illegal memory access")
+
+    class Breaking(FakeBackend):
+        def forward_decode(self, call, batch):
+            monkeypatch.setattr(spot.torch, "ones", lost)
+            return lost()
+
+    install(make_offer(Breaking))
+    monkeypatch.setattr(Shipping, "_passes", lambda *_: True)
+    result = ship(tmp_path)
+    assert result.exit_code != 0
+    assert "fakes/Breaking cannot run here: RuntimeError: an illegal memory access" in result.stderr
+    assert "decode:bs=1,ctx=9" in Shipped.read(tmp_path / Figures.name_for(here)).shapes[0].steps
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (("--share", "3/2"), "none of 1/2 and 2/2"),
         (("--request", "head_dim=64"), "none of them with --ship"),
         (("--keep",), "none of them with --ship"),
         (("--workload", "decode:ctx=9"), "none of them with --ship"),
@@ -142,6 +195,22 @@ def test_a_file_is_named_for_its_device(pair, tmp_path) -> None:
     result = ship(tmp_path / "mine.json")
     assert result.exit_code == 2
     assert "expected a folder, or " in result.stderr
+
+
+def test_the_recipe_covers_what_models_have() -> None:
+    """Every width by MHA, GQA and MQA, windows and sinks, and MLA, with 16 and with 8 bits."""
+    timed = {(each.kv_dtype, each.page_size) for each in recipe.SHAPES}
+    assert {("bfloat16", None), ("fp8_e4m3", None)} <= timed
+    for kv_dtype in ("bfloat16", "fp8_e4m3"):
+        dense = [e for e in recipe.SHAPES if e.kv_dtype == kv_dtype and not e.latent]
+        for width in ((64, None), (96, None), (128, None), (192, 128), (256, None)):
+            of_width = [e for e in dense if (e.head_dim, e.v_head_dim) == width]
+            groups = {(e.num_kv_heads == 1, e.num_q_heads == e.num_kv_heads) for e in of_width}
+            assert groups == {(True, False), (False, True), (False, False)}
+        features = {(e.sliding_window is not None, e.sinks) for e in dense}
+        assert features == {(False, False), (True, False), (False, True), (True, True)}
+        latent = {e.num_q_heads for e in recipe.SHAPES if e.kv_dtype == kv_dtype and e.latent}
+        assert latent >= {16, 32, 64, 128}
 
 
 def test_the_recipe_names_each_shape_once_and_keeps_to_the_memory() -> None:

@@ -60,13 +60,14 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
 
 
 def tried(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
-    """The plugins with what a child process of each found, and the cards of those that it could
-    load."""
+    """The plugins with what a child process of each found, and the cards and figures of those that
+    it could load."""
     found = []
     for plugin in plugins:
         each = plugin if plugin.failures else probe([plugin], seconds)[0]
         if all(failure.stage == "platforms" for failure in each.failures):
-            each = each._replace(cards=manager().load(plugin).cards)
+            loaded = manager().load(plugin)
+            each = each._replace(cards=loaded.cards, figures=loaded.figures)
         found.append(each)
     return found
 

@@ -9,6 +9,7 @@ from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
 from attnmux.core.choosing.problem import groups_of
 from attnmux.core.choosing.requirements import caveats
+from attnmux.core.cli.doctor_figures import uncounted, unreadable
 from attnmux.core.cli.here import READY, Backend, backends_here, lacking_compiler, serving_builds
 from attnmux.core.cli.overlaps import overlapping
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
@@ -57,6 +58,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         *_misnamed(policy, offers),
         *map(str, detection.unserved),
         *overlapping(offer.card for offer in offers),
+        *unreadable(plugins),
     ]
     if not plugins:
         problems.append(
@@ -74,6 +76,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         notes += [*serving_builds(cards, picked), *lacking_compiler(cards, picked)]
         ready = [each.offer.card for each in backends if each.here == READY]
         notes += [note for card in ready for note in caveats(card, picked, installed_version)]
+        notes += uncounted(plugins, backends, picked)
     return Diagnosis(
         detection=detection,
         plugins=tuple(plugins),

@@ -61,6 +61,31 @@ class Source(Plain):
                 argument = f"figures of {self.backend}, versions of {name}"
                 raise InvalidInput(argument, got=repr(text), expected="a range, >=1,<2") from None
 
+    def shortfall(
+        self, platform: Platform, offers: Mapping[str, Offer], libraries: Libraries
+    ) -> str:
+        """Why the figures do not hold here; empty if they do.
+
+        offers: by address. Figures hold for the build of the backend that was timed, with versions
+        within their ranges.
+        """
+        offer = offers.get(self.backend)
+        if offer is None:
+            return "no plugin here offers it"
+        build = offer.card.build(platform, libraries)
+        if build != self.build:
+            return f"measured with {_built(self.build)}, which {_built(build)} is not"
+        installed = {name: libraries(name) for name in self.versions}
+        if offer.distribution in installed:
+            installed[offer.distribution] = offer.version
+        for name, version in installed.items():
+            if version is None:
+                return f"{name} is not installed"
+            # The version "" is new enough, see `assumed`
+            if version and not within(version, self.versions[name]):
+                return f"measured with {name} {self.versions[name]}, and {version} is installed"
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
@@ -180,29 +205,16 @@ class Shipped:
     ) -> tuple[str | None, ...]:
         """Each source's address if its figures hold here, else None.
 
-        offers: those that may serve, by address. A figure holds for the build of the backend that
-        was timed, with versions within its ranges.
+        offers: those that may serve, by address.
         """
         return tuple(
-            source.backend if _holds(source, platform, offers, libraries) else None
+            None if source.shortfall(platform, offers, libraries) else source.backend
             for source in self.sources
         )
 
 
-def _holds(
-    source: Source, platform: Platform, offers: Mapping[str, Offer], libraries: Libraries
-) -> bool:
-    offer = offers.get(source.backend)
-    if offer is None or offer.card.build(platform, libraries) != source.build:
-        return False
-    installed = {name: libraries(name) for name in source.versions}
-    if offer.distribution in installed:
-        installed[offer.distribution] = offer.version
-    # The version "" is new enough, see `assumed`
-    return all(
-        version is not None and (not version or within(version, source.versions[name]))
-        for name, version in installed.items()
-    )
+def _built(build: str) -> str:
+    return f"the build {build!r}" if build else "its one build"
 
 
 @lru_cache(maxsize=16)

@@ -72,6 +72,16 @@ SHAPES = (
     *(_dense(16, 8, 256, sliding_window=1023), _latent(16, page_size=1), _latent(8)),
     *(_dense(32, 8, 128, page_size=1, **FP8), _dense(8, 1, 128, **FP8), _dense(32, 8, 96, **FP8)),
     *(_dense(16, 4, 80, **FP8), _dense(16, 4, 112, **FP8), _dense(32, 8, 128, page_size=16)),
+    # The rest of every width by MHA, GQA and MQA, with 16 bits and with 8
+    *(_latent(64, **FP8), _latent(32, **FP8)),
+    *(_dense(64, 8, 64, sinks=True, sliding_window=127, **FP8), _dense(16, 1, 96)),
+    *(_dense(64, 8, 64, sinks=True, **FP8), _dense(32, 8, 128, sliding_window=1023, **FP8)),
+    *(_dense(16, 8, 256, sliding_window=1023, **FP8), _dense(16, 1, 192, v_head_dim=128)),
+    *(_dense(32, 32, 64, **FP8), _dense(32, 32, 96, **FP8), _dense(16, 16, 256, **FP8)),
+    *(_dense(16, 1, 64, **FP8), _dense(16, 1, 256, **FP8)),
+    *(_dense(32, 32, 192, v_head_dim=128, **FP8), _dense(16, 1, 96, **FP8)),
+    *(_dense(16, 1, 192, v_head_dim=128, **FP8), _latent(8, **FP8)),
+    _dense(32, 32, 128, sliding_window=1023),
 )
 SHAPES_CPU = (
     *(_dense(8, 2, 64), _dense(8, 2, 128), _dense(8, 8, 64), _dense(8, 8, 128)),

@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 
+from filelock import FileLock
 from packaging.requirements import Requirement
 
 from attnmux.core import InvalidInput, Offer
@@ -16,6 +18,7 @@ from attnmux.core.plugin import Files
 from attnmux.core.verbs import Device, Figures, Shape, Shipped, Source
 from attnmux.testing.bench.conformance import check_conformance
 from attnmux.testing.bench.entrants import Entrant
+from attnmux.testing.bench.keeping import LOCK_SECONDS
 from attnmux.testing.bench.measuring import Row
 from attnmux.testing.bench.recipe import Task, tasks
 from attnmux.testing.bench.spot import Spot
@@ -26,12 +29,15 @@ from attnmux.testing.bench.workload import Workload
 class Shipping:
     """The figures so far, and the file that they are in.
 
-    A run that ends early leaves what it measured; the next one goes on behind it.
+    A run that ends early leaves what it measured; the next one goes on behind it. Processes with
+    different shares write one file.
     """
 
     spot: Spot
     file: Path
     command: str
+    share: tuple[int, int] = (0, 1)
+    """Which of how many equal parts of the tasks this process measures."""
     sources: dict[str, Source] = field(default_factory=dict)
     """By address, in the order of the file."""
     shapes: dict[str, tuple[Shape, dict[str, dict[str, float]]]] = field(default_factory=dict)
@@ -42,8 +48,10 @@ class Shipping:
     """Answers that were wrong, and steps that failed."""
 
     @classmethod
-    def open(cls, spot: Spot, path: Path, command: str) -> Shipping:
-        """path: a file named for the device, or a folder for it.
+    def open(
+        cls, spot: Spot, path: Path, command: str, share: tuple[int, int] = (0, 1)
+    ) -> Shipping:
+        """path: a file named for the device, or a folder for it. An empty file is a new one.
 
         Raises InvalidInput for another name, for a file that cannot be read, and for one that was
         measured with other versions.
@@ -52,12 +60,15 @@ class Shipping:
         file = path / name if path.is_dir() else path
         if file.name != name:
             raise InvalidInput("--ship", got=str(path), expected=f"a folder, or {name}")
-        shipping = cls(spot=spot, file=file, command=command)
-        if file.exists():
-            shipping._resume(Shipped.read(file))
+        shipping = cls(spot=spot, file=file, command=command, share=share)
+        shipping._take_over()
         return shipping
 
-    def _resume(self, known: Shipped) -> None:
+    def _take_over(self) -> None:
+        """Add what the file has: an earlier run or another process wrote it."""
+        if not self.file.exists() or not self.file.stat().st_size:
+            return
+        known = Shipped.read(self.file)
         offers = {offer.address: offer for offer in self.spot.offers}
         for source in known.sources:
             offer = offers.get(source.backend)
@@ -65,18 +76,20 @@ class Shipping:
                 had, here = _said(source.measured_with), _said(offer.versions())
                 expected = f"a new file, or {source.backend} with {had}, which {self.file} is of"
                 raise InvalidInput("--ship", got=f"{source.backend} with {here}", expected=expected)
-            self.sources[source.backend] = source
+            mine = self.sources.get(source.backend, source)
+            passed = tuple(dict.fromkeys((*source.passed, *mine.passed)))
+            self.sources[source.backend] = replace(mine, passed=passed)
+        addresses = [source.backend for source in known.sources]
         for shape in known.shapes:
-            times = {
-                step: {a: us for a, us in zip(self.sources, all_us, strict=True) if us is not None}
-                for step, all_us in shape.steps.items()
-            }
-            self.shapes[str(shape)] = shape, times
+            _, times = self.shapes.setdefault(str(shape), (shape, {}))
+            for step, all_us in shape.steps.items():
+                timed = zip(addresses, all_us, strict=True)
+                times.setdefault(step, {a: us for a, us in timed if us is not None})
 
     def todo(self) -> list[Task]:
-        """The tasks with the steps that have no figures yet."""
+        """The tasks of this process with the steps that have no figures yet."""
         found = []
-        for task in tasks(self.spot.platform):
+        for task in islice(tasks(self.spot.platform), self.share[0], None, self.share[1]):
             _, times = self.shapes.get(_name(task), (None, {}))
             left = tuple(each for each in task.workloads if str(each) not in times)
             if left:
@@ -86,16 +99,20 @@ class Shipping:
     def run(self, minutes: float, jobs: int) -> Iterator[tuple[Task, Workload]]:
         """Measure what is left until the time is over, and yield each step once it is in the file.
 
+        What has begun leaves a step at least, so that a short run leaves something.
         jobs: processes that compile before anything is timed; 0 for none.
+        Raises BackendFailed for a backend that made the device unusable.
         """
-        end = time.monotonic() + 60 * minutes
+        end, begun = time.monotonic() + 60 * minutes, False
         for task in self.spot.compiled(self.todo(), jobs, end):
             entrants = [each for each in self.spot.entrants(task.steps) if self._passes(each, task)]
             for workload in task.workloads:
-                if time.monotonic() > end:
+                if begun and time.monotonic() > end:
                     return
-                self._add(task, workload, self.spot.rows(workload, entrants))
+                begun, rows = True, self.spot.rows(workload, entrants)
+                self._add(task, workload, rows)
                 self.write()
+                self.spot.check_device(rows)
                 yield task, workload
 
     def _passes(self, entrant: Entrant, task: Task) -> bool:
@@ -137,8 +154,17 @@ class Shipping:
         ]
 
     def write(self) -> None:
-        """Replace the file, a line for each step."""
-        shipped = Shipped(
+        """Replace the file, a line for each step, with what other processes added since."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.file.with_name(f".{self.file.name}.lock"), timeout=LOCK_SECONDS)
+        with lock:
+            self._take_over()
+            with Files.replacing(self.file) as out:
+                out.write(as_text(self._shipped()))
+            self.file.chmod(0o644)
+
+    def _shipped(self) -> Shipped:
+        return Shipped(
             device=Device.of(self.spot.platform),
             date=datetime.now(timezone.utc).date().isoformat(),
             command=self.command,
@@ -154,10 +180,6 @@ class Shipping:
                 for shape, times in self.shapes.values()
             ),
         )
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with Files.replacing(self.file) as out:
-            out.write(as_text(shipped))
-        self.file.chmod(0o644)
 
 
 def as_text(shipped: Shipped) -> str:

@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,8 +14,16 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from attnmux.core import AttnmuxError, InvalidInput, NoBackend, Offer, Platform, Policy, Request
-from attnmux.core.plugin import Prior
+from attnmux.core import (
+    AttnmuxError,
+    BackendFailed,
+    InvalidInput,
+    NoBackend,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+)
 from attnmux.testing.bench.conformance import check_conformance
 from attnmux.testing.bench.entrants import Entrant, make_field
 from attnmux.testing.bench.grid import MEMORY_SHARE
@@ -25,6 +34,9 @@ from attnmux.testing.bench.workload import Workload
 
 NO_CEILINGS = Ceilings(read_gbs=1.0, matmul_tflops=1.0)
 """No share of the device is told."""
+GENERAL = 500
+"""Backends whose prior has this rank or a later one are timed by name alone. They serve if nothing
+made for the hardware does, and some compile for a minute for each shape."""
 
 
 class Steps(NamedTuple):
@@ -54,7 +66,7 @@ class Spot:
     offers: tuple[Offer, ...]
     policy: Policy
     names: tuple[str, ...] = ()
-    """The only backends; without any, all that are no last resort."""
+    """The only backends; without any, all with ranks before `GENERAL`."""
     seconds: float
     """Least time for one figure."""
     check_seconds: float = 0.0
@@ -74,7 +86,7 @@ class Spot:
             )
         except (NoBackend, InvalidInput):
             return ()
-        return [each for each in field.entrants if self.names or not _is_last_resort(each)]
+        return [each for each in field.entrants if self.names or not _is_general(each)]
 
     def rows(self, workload: Workload, entrants: Sequence[Entrant]) -> Sequence[Row]:
         """A row for each backend."""
@@ -83,6 +95,22 @@ class Spot:
             device=device, ceilings=NO_CEILINGS, graphs=graphs_of(device), seconds=self.seconds
         )
         return list(bench.rows((workload,), entrants))
+
+    def check_device(self, rows: Sequence[Row]) -> None:
+        """Raise BackendFailed if the device no longer answers after the first of the rows failed.
+
+        After an illegal access to memory, all that a process asks of a GPU fails.
+        """
+        failed = [row for row in rows if row.status == "failed"]
+        if not failed:
+            return
+        try:
+            torch.ones(1, device=self.device).item()
+        except RuntimeError as error:
+            first = failed[0]
+            reason = f"{first.why}. {self.device} does not answer since {first.workload}"
+            hint = "the same command goes on behind this step; ATTNMUX_DENY_BACKENDS=NAME leaves "
+            raise BackendFailed(first.backend, reason, hint=f"{hint}a backend out") from error
 
     def compile(self, steps: Steps, processes: int) -> str:
         """Run each step once, so that what compilers make is on the disk afterwards. Returns what
@@ -109,7 +137,8 @@ class Spot:
     def compiled(self, items: Sequence[T], jobs: int, end: float) -> Iterator[T]:
         """Yield the items in groups that `jobs` processes compile first; without compiling for 0.
 
-        end: of `time.monotonic`, when no other group begins.
+        end: of `time.monotonic`, when no other group begins. If one of the processes dies, the rest
+        compiles when it is timed.
         """
         spawned = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(jobs, mp_context=spawned) if jobs else nullcontext()
@@ -120,11 +149,14 @@ class Spot:
                 group = items[start : start + (jobs or 1)]
                 if workers is not None:
                     compile_one = partial(self.compile, processes=jobs)
-                    list(workers.map(compile_one, [each.steps for each in group]))
+                    try:
+                        list(workers.map(compile_one, [each.steps for each in group]))
+                    except BrokenProcessPool:
+                        workers = None
                 yield from group
 
 
-def _is_last_resort(entrant: Entrant) -> bool:
+def _is_general(entrant: Entrant) -> bool:
     """Whether a prior says so: a card without priors says nothing."""
     own = [each for each in entrant.decision.candidates if each.address == entrant.offer.address]
-    return any((each.rank or 0) >= Prior.LAST_RESORT and each.source for each in own)
+    return any((each.rank or 0) >= GENERAL and each.source for each in own)

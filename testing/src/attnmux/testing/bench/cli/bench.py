@@ -13,7 +13,7 @@ import click
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.plugin import Files
 from attnmux.core.verbs import ASSUME, FiniteRange, Run, common_options, pass_run, writing
-from attnmux.testing.bench.cli.asked import asked_of_one_shape
+from attnmux.testing.bench.cli.asked import Share, asked_of_one_shape
 from attnmux.testing.bench.shapes import check_stated, completed, kept_shape
 from attnmux.testing.bench.workload import GRAMMAR, Workload
 
@@ -75,6 +75,13 @@ PAGE_NEEDS = "plotly", "jinja2"
     help="Time for --ship.",
 )
 @click.option(
+    "--share",
+    type=Share(),
+    default="1/1",
+    help="The part of --ship that this process measures: 1/2 and 2/2 of two processes, which may "
+    "write the same file.",
+)
+@click.option(
     "--jobs",
     type=click.IntRange(min=0),
     default=0,
@@ -98,6 +105,7 @@ def bench(
     html: Path | None,
     ship: Path | None,
     minutes: float,
+    share: tuple[int, int],
     jobs: int,
     as_json: bool,
 ) -> int:
@@ -113,8 +121,13 @@ def bench(
     if ship is not None:
         of_one_shape = {"--request": fields, "--model": model, "--workload": texts, "--keep": keep}
         _check_alone({**of_one_shape, "--html": html})
-        given = {"names": names, "platform": platform, "device": device, "seconds": seconds}
-        given |= {"check_seconds": check_seconds, "minutes": minutes, "jobs": jobs}
+        given: dict[str, Any] = {
+            "names": names,
+            "platform": platform,
+            "device": device,
+            "seconds": seconds,
+        }
+        given |= {"check_seconds": check_seconds, "minutes": minutes, "share": share, "jobs": jobs}
         return _ship(run, ship, given, as_json=as_json)
     seconds = SECONDS if seconds is None else seconds
     check_seconds = CHECK_SECONDS if check_seconds is None else check_seconds

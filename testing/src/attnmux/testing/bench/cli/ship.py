@@ -27,6 +27,7 @@ def ship(
     seconds: float | None,
     check_seconds: float | None,
     minutes: float,
+    share: tuple[int, int],
     jobs: int,
 ) -> dict[str, Any]:
     """Measure until the time is over or everything is measured. Returns what was done.
@@ -47,7 +48,7 @@ def ship(
         seconds=SECONDS if seconds is None else seconds,
         check_seconds=CHECK_SECONDS if check_seconds is None else check_seconds,
     )
-    shipping = Shipping.open(spot, path, " ".join(["attnmux", *sys.argv[1:]]))
+    shipping = Shipping.open(spot, path, " ".join(["attnmux", *sys.argv[1:]]), share)
     left = sum(len(task.workloads) for task in shipping.todo())
     bar = Bar()
     with writing(shipping.file, otherwise="name another folder as --ship"):
