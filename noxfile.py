@@ -19,7 +19,7 @@ PLUGINS = sorted(
 )
 INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm", "./integrations/sglang"]
 MEMBERS = ["./core", "./parts", "./testing", "./distributed", *PLUGINS, *INTEGRATIONS]
-TEST_SUPPORT = ["./emulators"]
+TEST_SUPPORT = ["./tests/emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./parts", "./plugins/cpu", "./integrations/transformers"]
 LATER = "transformers==5.23.0"
@@ -43,7 +43,6 @@ SOURCES = [
     "parts",
     "testing",
     "distributed",
-    "emulators",
     "plugins",
     "integrations",
     "examples",

@@ -98,16 +98,6 @@ def _paged_plan(
     return wrapper
 
 
-def flashinfer_plan(library: Library, step: Step) -> Run:
-    """What flashinfer prepares once a step, over the pool."""
-    if is_decode(step):
-        plan = _decode_wrapper(library, step).plan
-        return partial(plan, *_plan_arguments(step), **_dtypes(step))
-    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_space(step), "NHD")
-    given = bounds(step).cpu(), *_plan_arguments(step)
-    return partial(wrapper.plan, *given, causal=True, **_dtypes(step))
-
-
 def _plan_arguments(step: Step) -> tuple[Any, ...]:
     return (*_page_lists(step, step.workload.lengths), *_heads(step))
 

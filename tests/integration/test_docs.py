@@ -19,8 +19,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 READMES = sorted(
     page
     for folder in (
-        *("core", "testing", "distributed", "emulators", "plugins", "integrations"),
-        *("examples", "benchmarks", "tools"),
+        *("core", "testing", "distributed", "plugins", "integrations"),
+        *("examples", "benchmarks", "tests", "tools"),
     )
     for page in (ROOT / folder).glob("**/*.md")
     if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = sorted(
     path.parent
-    for pattern in ("*", "plugins/*", "integrations/*", "examples/*")
+    for pattern in ("*", "tests/*", "plugins/*", "integrations/*", "examples/*")
     for path in ROOT.glob(f"{pattern}/pyproject.toml")
 )
 SHIM = """#!/bin/sh

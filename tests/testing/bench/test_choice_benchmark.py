@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def choice(monkeypatch: pytest.MonkeyPatch, known_ceilings) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.choice")
+    return importlib.import_module("benchmarks.choice.__main__")
 
 
 def called(choice, *args: str) -> str:
@@ -61,7 +61,7 @@ def test_each_size_is_decoded_by_its_backend(
     kept = tmp_path / "measurements.json"
     monkeypatch.setenv("ATTNMUX_MEASUREMENTS", str(kept))
     installed(fakes.Slow, fakes.SlowAlone, fakes.Wrong)
-    measuring = importlib.import_module("benchmarks.choice_measuring").Measuring(
+    measuring = importlib.import_module("benchmarks.choice.measuring").Measuring(
         seconds=0.003, check_seconds=0.05
     )
     served, notes = measuring.serve(choice.TINY_SIZES)
@@ -76,7 +76,7 @@ def test_each_size_is_decoded_by_its_backend(
 
 def test_a_backend_that_is_left_out_is_not_chosen(choice, installed, fakes) -> None:
     installed(FakeBackend, fakes.Slow)
-    measuring = importlib.import_module("benchmarks.choice_measuring").Measuring(
+    measuring = importlib.import_module("benchmarks.choice.measuring").Measuring(
         without=("FakeBackend",), seconds=0.003, check_seconds=0.05
     )
     served, _ = measuring.serve(choice.TINY_SIZES)
@@ -214,7 +214,7 @@ def test_two_processes_share_the_steps_and_a_kill_costs_one(choice, tmp_path) ->
 
 
 def test_regret_counts_what_is_beyond_the_noise(choice) -> None:
-    regret = importlib.import_module("benchmarks.choice_regret")
+    regret = importlib.import_module("benchmarks.choice.regret")
     step = next(iter(regret.wanted(1, 1)))
     rounds = {"a": [10.0, 10.5, 11.0], "b": [10.8, 12.0, 12.5], "c": [20.0, 20.0, 20.0]}
     timed = replace(step, rounds=rounds)

@@ -16,7 +16,7 @@ choice   The chosen backend's time over that of the fastest which answers rightl
 sizes    Decode at the batch sizes that graphs are captured for: the time of each size's backend
          over that of the one backend which is best over all sizes. Bar: at no size above 1.01.
 
---seed N asks what an engine gets without measuring: `choice_regret.py`. The times of its random
+--seed N asks what an engine gets without measuring: `regret.py`. The times of its random
 steps are kept in --times, and the same command goes on where it ended. Two processes, each with a
 GPU of its own by CUDA_VISIBLE_DEVICES, take --share 1/2 and 2/2 into one file, or into two that
 `cat` joins.
@@ -37,7 +37,7 @@ from statistics import geometric_mean
 import click
 import torch
 from benchmarks.cases import json_option
-from benchmarks.choice_measuring import (
+from benchmarks.choice.measuring import (
     MODELS,
     SIZES,
     TINY_MODELS,
@@ -47,9 +47,9 @@ from benchmarks.choice_measuring import (
     Served,
     failed,
 )
-from benchmarks.choice_regret import COLUMNS as REGRET_COLUMNS
-from benchmarks.choice_regret import Times, tell, wanted
-from benchmarks.choice_regret import measure as measure_steps
+from benchmarks.choice.regret import COLUMNS as REGRET_COLUMNS
+from benchmarks.choice.regret import Times, tell, wanted
+from benchmarks.choice.regret import measure as measure_steps
 from benchmarks.grid import tiny as tiny_draw
 
 from attnmux.core import Settings

@@ -1,4 +1,4 @@
-"""The models of `choice.py`, and how their steps are measured, decided and measured again."""
+"""The models of the benchmark, and how their steps are measured, decided and measured again."""
 
 from __future__ import annotations
 

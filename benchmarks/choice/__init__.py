@@ -1,0 +1,1 @@
+"""What choosing by measurements costs; `python -m benchmarks.choice` measures it."""
