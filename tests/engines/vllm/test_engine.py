@@ -235,6 +235,14 @@ def test_requests_choose_nothing(checkpoint, prompts, decided):
         assert not decided
 
 
+def test_batch_invariance_is_asked_of_backends(checkpoint, decided, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with started(checkpoint("gqa"), "ATTNMUX"):
+        pass
+    assert len(decided) > 1
+    assert all(request.deterministic for request in decided)
+
+
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("family", ["windows", "sinks", "soft_cap", "alibi", "mla"])
 def test_select_asks_what_the_backend_asks(family, checkpoint, decided):

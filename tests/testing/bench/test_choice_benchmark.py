@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from attnmux.core import Platform, Policy
 from attnmux.core.cli import run as shared
+from attnmux.core.verbs import Shipped
 from attnmux.testing import FakeBackend
 from attnmux.testing.bench import Workload
 
@@ -196,7 +197,7 @@ def test_regret_is_kept_over_several_runs(choice, tmp_path) -> None:
 
 
 def test_two_processes_share_the_steps_and_a_kill_costs_one(choice, tmp_path) -> None:
-    regret = importlib.import_module("benchmarks.choice_regret")
+    regret = importlib.import_module("benchmarks.choice.regret")
     steps = list(regret.wanted(3, 2))
     spot = SimpleNamespace(
         compiled=lambda left, jobs, end: left,
@@ -211,6 +212,20 @@ def test_two_processes_share_the_steps_and_a_kill_costs_one(choice, tmp_path) ->
     assert {each.draw.family for each in steps if each.number == 1} == {f for f, _ in times.read()}
     assert regret.measure(spot, times, steps, 1, 0) == 1
     assert len(times.read()) == len(steps) == 16
+
+
+def test_what_a_batch_size_tells_of_figures(choice) -> None:
+    """The invented file has one shape whose fastest backend depends on the batch size."""
+    figures = importlib.import_module("benchmarks.choice.figures")
+    file = ROOT / "tests/core/measured/figures/nvidia-sm90-h200.json"
+    shipped = Shipped.read(file)
+    by_phase, by_size = (
+        list(figures.losses(shipped, "decode", known)) for known in figures.KNOWN.values()
+    )
+    assert by_phase == pytest.approx([1, 1, 100 / 90, 1, 1])
+    assert by_size == [1] * 5
+    output = CliRunner().invoke(figures.main, [str(file)], catch_exceptions=False).output
+    assert "| decode | phase | 5 | 1.0222, 1.111, 1.111 |" in output
 
 
 def test_regret_counts_what_is_beyond_the_noise(choice) -> None:
