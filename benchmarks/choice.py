@@ -53,7 +53,7 @@ from benchmarks.choice_regret import measure as measure_steps
 from benchmarks.grid import tiny as tiny_draw
 
 from attnmux.bench import Report, facts
-from attnmux.bench.cli.asked import Share
+from attnmux.bench.cli.asked import read_share
 from attnmux.bench.cli.bench_run import find_place
 from attnmux.bench.spot import Spot
 from attnmux.core import Settings
@@ -232,7 +232,7 @@ def regret(
 @click.option("--times", type=click.Path(path_type=Path), help="With --seed: the file of times.")
 @click.option("--minutes", default=9.0, show_default=True, help="With --seed: 0 only reads times.")
 @click.option("--jobs", default=0, show_default=True, help="With --seed: processes that compile.")
-@click.option("--share", type=Share(), default="1/1", help="With --seed: this process's, as 1/2.")
+@click.option("--share", callback=read_share, default="1/1", help="With --seed: as 1/2 or 2/2.")
 @click.option("--tiny", is_flag=True, help="Tiny steps on the CPU: figures mean nothing.")
 @json_option
 def main(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnmux.bench.cli.asked import Share, asked_of_one_shape
+from attnmux.bench.cli.asked import asked_of_one_shape, read_share
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
@@ -76,7 +76,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 )
 @click.option(
     "--share",
-    type=Share(),
+    callback=read_share,
     default="1/1",
     help="The part of --ship that this process measures: 1/2 and 2/2 of two processes, which may "
     "write the same file.",
