@@ -55,7 +55,7 @@ from benchmarks.grid import tiny as tiny_draw
 from attnmux.core import Settings
 from attnmux.core.verbs import Run
 from attnmux.testing.bench import Report, facts
-from attnmux.testing.bench.cli.asked import Share
+from attnmux.testing.bench.cli.asked import read_share
 from attnmux.testing.bench.cli.bench_run import find_place
 from attnmux.testing.bench.spot import Spot
 
@@ -232,7 +232,7 @@ def regret(
 @click.option("--times", type=click.Path(path_type=Path), help="With --seed: the file of times.")
 @click.option("--minutes", default=9.0, show_default=True, help="With --seed: 0 only reads times.")
 @click.option("--jobs", default=0, show_default=True, help="With --seed: processes that compile.")
-@click.option("--share", type=Share(), default="1/1", help="With --seed: this process's, as 1/2.")
+@click.option("--share", callback=read_share, default="1/1", help="With --seed: as 1/2 or 2/2.")
 @click.option("--tiny", is_flag=True, help="Tiny steps on the CPU: figures mean nothing.")
 @json_option
 def main(

@@ -11,18 +11,12 @@ from attnmux.core.verbs import requested
 from attnmux.parts import linear_request
 
 
-class Share(click.ParamType):
-    """ "1/2" → (0, 2): the first of two equal parts."""
-
-    name = "share"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        part, _, parts = str(value).partition("/")
-        if part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
-            return int(part) - 1, int(parts)
-        self.fail(f"{value!r} is none of 1/2 and 2/2, as for two processes", param, ctx)
+def read_share(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
+    """ "1/2" → (0, 2): the first of two equal parts. A callback of click."""
+    part, _, parts = text.partition("/")
+    if part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
+        return int(part) - 1, int(parts)
+    raise click.BadParameter(f"{text!r} is none of 1/2 and 2/2, as for two processes")
 
 
 def asked_of_one_shape(

@@ -13,7 +13,7 @@ import click
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.plugin import Files
 from attnmux.core.verbs import ASSUME, FiniteRange, Run, common_options, pass_run, writing
-from attnmux.testing.bench.cli.asked import Share, asked_of_one_shape
+from attnmux.testing.bench.cli.asked import asked_of_one_shape, read_share
 from attnmux.testing.bench.shapes import check_stated, completed, kept_shape
 from attnmux.testing.bench.workload import GRAMMAR, Workload
 
@@ -76,7 +76,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 )
 @click.option(
     "--share",
-    type=Share(),
+    callback=read_share,
     default="1/1",
     help="The part of --ship that this process measures: 1/2 and 2/2 of two processes, which may "
     "write the same file.",
