@@ -10,7 +10,7 @@ from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.shortcomings import admits_any
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.libraries import Libraries, assumed, installed_version
+from attnmux.core.facts.libraries import Libraries, assumed
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.questions import Question
@@ -103,9 +103,11 @@ def evidence_of(
     offers: Iterable[Offer],
     policy: Policy | None = None,
     *,
-    libraries: Libraries = installed_version,
+    libraries: Libraries | None = None,
 ) -> Evidence:
     """The figures that count on the platform.
+
+    libraries: as `facts.libraries.assumed` takes them.
 
     A measurement of this machine counts with its device and its versions, and an offer's shipped
     figures on a device of their kind, within their ranges of versions. Neither does for a backend
@@ -143,7 +145,7 @@ def current_measurements(
     offers: Iterable[Offer],
     policy: Policy | None = None,
     *,
-    libraries: Libraries = installed_version,
+    libraries: Libraries | None = None,
 ) -> Current:
     """The measurements that count.
 
