@@ -101,8 +101,9 @@ def later(session: nox.Session) -> None:
     engines do not accept it yet."""
     folder = str(Path(session.bin).parent / "later")
     session.install(NO_COMPILE, "--no-deps", "--upgrade", "--target", folder, LATER)
-    wanted = ["-n", "auto", "-m", "transformers", "tests/integration"]
-    session.run("pytest", *wanted, env={"PYTHONPATH": folder})
+    wanted = ["-n", "auto", "-m", "transformers"]
+    folders = ["tests/core/configs", "tests/integrations/transformers"]
+    session.run("pytest", *wanted, *folders, env={"PYTHONPATH": folder})
 
 
 @nox.session
@@ -137,7 +138,7 @@ def vllm(session: nox.Session) -> None:
     # Their requirements came with vLLM, in its versions.
     members = ["./core", "./parts", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
     session.install("--no-deps", "--no-build-isolation", *members)
-    session.run("pytest", "tests/engines/vllm", *session.posargs)
+    session.run("pytest", "tests/integrations/vllm", *session.posargs)
 
 
 @nox.session
@@ -158,7 +159,7 @@ def xpu(session: nox.Session) -> None:
 @nox.session
 def sglang(session: nox.Session) -> None:
     """Run SGLang, unpatched, on attnmux's backends; arguments go to pytest."""
-    folder = "tests/engines/sglang"
+    folder = "tests/integrations/sglang"
     session.install(NO_COMPILE, "-r", f"{folder}/requirements.txt")
     ours = ["./core", "./parts", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES, f"./{folder}/plain_cpu"]
     session.install(NO_COMPILE, "--no-deps", SGLANG, *ours)

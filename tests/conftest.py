@@ -176,6 +176,13 @@ def fresh_plugins(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` tries no backend first, which takes seconds."""
+    target = "attnmux.transformers.cli.run.first_use"
+    monkeypatch.setattr(target, lambda *_, **__: lambda decision: None)
+
+
+@pytest.fixture
 def skip_page_0(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Called with "decode" or "extend": in the steps of that phase, torch_native misses the first
     page of every request that has more than one in the cache."""

@@ -14,6 +14,8 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.core.plugin import Verified
 from tools.site.files import MADE
 
+pytestmark = pytest.mark.usefixtures("no_trial")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 READMES = sorted(

@@ -23,6 +23,8 @@ from attnmux.testing import (
 )
 from attnmux.transformers import recall
 
+pytestmark = pytest.mark.usefixtures("no_trial")
+
 PAGE = Path(__file__).resolve().parents[2] / "docs/troubleshooting.md"
 COMMANDS = [
     line.strip()

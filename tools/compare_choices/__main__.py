@@ -2,7 +2,7 @@
 
     python -m tools.compare_choices [--json FILE]
 
-The models are those of tests/configs/published.py, on 8 platforms, with one rank and with 8, in
+The models are those of tests/core/configs/published.py, on 8 platforms, with one rank and with 8,
 bfloat16 unless the model states another dtype. Each difference is counted by its reason: why the
 card of the engine's backend does not serve the layers here, or the rank by which another serves
 them. Exits with 1 for a reason that nobody has looked at, which `reasons.py` lists.
@@ -34,7 +34,7 @@ from attnmux.core import (
 from tools.compare_choices.engines import COUNTERPARTS, NOTHING, sglang, vllm
 from tools.compare_choices.reasons import LOOKED_AT
 
-MODELS = Path(__file__).parents[2] / "tests" / "configs" / "published.py"
+MODELS = Path(__file__).parents[2] / "tests/core/configs/published.py"
 PLATFORMS = (
     *(f"nvidia:{arch},cuda=13.0" for arch in ("sm80", "sm89", "sm90", "sm100", "sm120")),
     *("amd:gfx942,rocm=7.0", "intel:xe2", "cpu:x86_64,features=amx+avx512_bf16+cxx_compiler"),

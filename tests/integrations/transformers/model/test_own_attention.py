@@ -17,7 +17,7 @@ from attnmux.transformers.load.checkpoint import quiet_transformers
 from attnmux.transformers.model.own_attention import ADAPTERS, adapt, has_adapter
 from attnmux.transformers.model.unserved_attention import UNSERVED, check_own_attention
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": 97}
 FALCON = {**NO_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 GPT = {**NO_TOKENS, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}

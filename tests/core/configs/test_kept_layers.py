@@ -11,7 +11,7 @@ from attnmux.configs import request_from_model
 from attnmux.configs.kept import kept_layers
 from attnmux.core import InvalidInput, Request
 
-DATA = Path(__file__).parents[1] / "core/data"
+DATA = Path(__file__).parents[1] / "data"
 DTYPES = {"dtype": "bfloat16", "kv_dtype": "fp8_e4m3"}
 FULL, WINDOW = "full_attention", "sliding_window"
 KINDS = dict(enumerate([WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL, "attention_chunk"]))

@@ -753,7 +753,7 @@ def test_pools_that_an_interrupt_left_undefined_are_refused_until_a_reset():
 
 
 def test_exceptions_at_random_lines_lose_nothing(full, day):
-    tool = Path(__file__).resolve().parents[2] / "tools" / "inject_faults.py"
+    tool = Path(__file__).resolve().parents[4] / "tools" / "inject_faults.py"
     done = subprocess.run(
         [sys.executable, str(tool), "--faults", "400" if full else "100", "--seed", str(day)],
         capture_output=True,

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import recall
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "widen_recall.py"
+TOOL = Path(__file__).resolve().parents[4] / "tools" / "widen_recall.py"
 
 
 @pytest.fixture(scope="module")

@@ -273,11 +273,8 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.fixture(autouse=True)
-def no_trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate` tries no backend first, which takes seconds, except in the tests of that."""
-    if request.path.name != "test_first_use.py":
-        target = "attnmux.transformers.cli.run.first_use"
-        monkeypatch.setattr(target, lambda *_, **__: lambda decision: None)
+def without_trials(no_trial: None) -> None:
+    """`generate` tries no backend first."""
 
 
 @pytest.fixture(scope="session")

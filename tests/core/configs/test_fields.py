@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attnmux.configs import UnknownModel, request_from_model
 from attnmux.core import InvalidInput, Request, group_requests
 
-DATA = Path(__file__).parents[1] / "core/data"
+DATA = Path(__file__).parents[1] / "data"
 
 BF16 = {"dtype": "bfloat16"}
 LATENT = {

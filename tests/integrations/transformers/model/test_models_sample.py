@@ -15,7 +15,7 @@ from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.spans import Visibility
 from attnmux.cpu.torch_native import TorchNativeBackend
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 SAMPLE = (
     "BartConfig",
     "BlenderbotForConditionalGeneration",
