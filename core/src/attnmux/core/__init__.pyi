@@ -21,6 +21,7 @@ from attnmux.core.contract.dtypes import torch_dtype as torch_dtype
 from attnmux.core.contract.halves import with_halves as with_halves
 from attnmux.core.contract.latent import UpProjection as UpProjection
 from attnmux.core.contract.layer import LayerSpec as LayerSpec
+from attnmux.core.contract.linear.layer import LinearLayerSpec as LinearLayerSpec
 from attnmux.core.contract.op import ForwardContext as ForwardContext
 from attnmux.core.contract.op import RadixAttention as RadixAttention
 from attnmux.core.contract.pool import KVPool as KVPool
@@ -66,6 +67,5 @@ from attnmux.core.kv.joined import SWAKVPool as SWAKVPool
 from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
 from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
 from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
-from attnmux.core.linear.layer import LinearLayerSpec as LinearLayerSpec
 from attnmux.core.measured.measurement import Measurement as Measurement
 from attnmux.core.measured.ranking import solve_measured as solve_measured

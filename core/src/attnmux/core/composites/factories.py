@@ -16,13 +16,13 @@ from attnmux.core.composites.local_attention import with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.linear.backend import LinearAttentionBackend
 from attnmux.core.facts.errors import (
     AttnmuxError,
     BackendFailed,
     InvalidInput,
 )
 from attnmux.core.facts.values import TreeMask
-from attnmux.core.linear.backend import LinearAttentionBackend
 
 MakeBackend = Callable[[BackendContext, Sequence[str]], AttentionBackend]
 """Makes a backend of a context for some phases."""

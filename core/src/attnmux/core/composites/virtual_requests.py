@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnmux.core.adapters.indices.ragged import cu_seqlens
+from attnmux.core.adapters.indices.segments import segment_of_place
 from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.ragged import cu_seqlens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

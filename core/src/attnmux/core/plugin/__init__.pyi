@@ -1,5 +1,14 @@
 """The public names for vendors, each with its module."""
 
+from attnmux.core.adapters.indices.keys import kv_indices as kv_indices
+from attnmux.core.adapters.indices.keys import page_table as page_table
+from attnmux.core.adapters.indices.ragged import cu_seqlens as cu_seqlens
+from attnmux.core.adapters.indices.ragged import extend_positions as extend_positions
+from attnmux.core.adapters.indices.ragged import kv_indptr as kv_indptr
+from attnmux.core.adapters.indices.ragged import mask_indptr as mask_indptr
+from attnmux.core.adapters.indices.topk import IndexRows as IndexRows
+from attnmux.core.adapters.indices.topk import token_rows as token_rows
+from attnmux.core.adapters.indices.topk import topk_slots as topk_slots
 from attnmux.core.adapters.library import KernelLibrary as KernelLibrary
 from attnmux.core.adapters.library import LibraryBackend as LibraryBackend
 from attnmux.core.adapters.page_tables import KeyGroup as KeyGroup
@@ -52,6 +61,13 @@ from attnmux.core.contract.arguments import check_device as check_device
 from attnmux.core.contract.arguments import check_lookup as check_lookup
 from attnmux.core.contract.arguments import check_vector as check_vector
 from attnmux.core.contract.arguments import described as described
+from attnmux.core.contract.linear.backend import LinearAttentionBackend as LinearAttentionBackend
+from attnmux.core.contract.linear.convolutions import NewTokens as NewTokens
+from attnmux.core.contract.linear.convolutions import PlainConvolutions as PlainConvolutions
+from attnmux.core.contract.linear.convolutions import ShortConvolutions as ShortConvolutions
+from attnmux.core.contract.linear.layer import ConvCall as ConvCall
+from attnmux.core.contract.linear.layer import LinearCall as LinearCall
+from attnmux.core.contract.linear.states import StatePool as StatePool
 from attnmux.core.contract.spec import tree_visibility as tree_visibility
 from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.contract.steps import FixedTensors as FixedTensors
@@ -74,19 +90,3 @@ from attnmux.core.find.visibility import visible_devices as visible_devices
 from attnmux.core.graph.devices import CapturedGraph as CapturedGraph
 from attnmux.core.graph.devices import GraphStep as GraphStep
 from attnmux.core.graph.devices import StreamGraphs as StreamGraphs
-from attnmux.core.indices.keys import kv_indices as kv_indices
-from attnmux.core.indices.keys import page_table as page_table
-from attnmux.core.indices.ragged import cu_seqlens as cu_seqlens
-from attnmux.core.indices.ragged import extend_positions as extend_positions
-from attnmux.core.indices.ragged import kv_indptr as kv_indptr
-from attnmux.core.indices.ragged import mask_indptr as mask_indptr
-from attnmux.core.indices.topk import IndexRows as IndexRows
-from attnmux.core.indices.topk import token_rows as token_rows
-from attnmux.core.indices.topk import topk_slots as topk_slots
-from attnmux.core.linear.backend import LinearAttentionBackend as LinearAttentionBackend
-from attnmux.core.linear.convolutions import NewTokens as NewTokens
-from attnmux.core.linear.convolutions import PlainConvolutions as PlainConvolutions
-from attnmux.core.linear.convolutions import ShortConvolutions as ShortConvolutions
-from attnmux.core.linear.layer import ConvCall as ConvCall
-from attnmux.core.linear.layer import LinearCall as LinearCall
-from attnmux.core.linear.states import StatePool as StatePool

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from attnmux.core.adapters.indices.ragged import cu_seqlens
+from attnmux.core.adapters.indices.segments import segment_of_place
 from attnmux.core.contract.arguments import check_lens, check_lookup
-from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.ragged import cu_seqlens
 
 
 def token_rows(
