@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from attnmux.bench import Report, Times, facts, interleave
 from attnmux.core import Plugins, Policy, Settings
+from attnmux.core.verbs import Run
 from attnmux.transformers import Capacity, Engine, ModelRunner, RunnerOptions, ServedModel
 from attnmux.transformers.cli.run import platform_for
 from attnmux.transformers.load.decision import decide
@@ -89,7 +90,7 @@ class Clock:
 
 def engine_side(module: Any, options: RunnerOptions, prompts: torch.Tensor) -> Callable[[], Round]:  # noqa: ANN401  # a model
     plugins = Plugins.load()
-    platform = platform_for(plugins.detect(), Settings.load(), "cpu")
+    platform = platform_for(Run(), plugins, Settings.load(), "cpu")
     layers = record_layers(module, max_context_len=options.max_context_len)
     decision = decide(request_of(layers, module.dtype), platform, plugins.offers(), options)
     capacity = Capacity(

@@ -10,8 +10,9 @@ import pytest
 
 from attnmux.bench import Ceilings
 from attnmux.bench.cli import bench_run
-from attnmux.core import Detection, Offer
+from attnmux.core import Offer
 from attnmux.core.cli import run as shared
+from attnmux.core.find.devices import Detection
 from attnmux.core.find.plugin import PluginFailure
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import InvalidInput
-from attnmux.core.contract.spec import tree_visibility
 from attnmux.parts import AcceptedDrafts, DraftTree
+from attnmux.parts.speculation import tree_visibility
 from attnmux.testing.reference.greedy_trees import verify_tree_greedy
 from attnmux.transformers.draft.proposers import NgramIndex
 

@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Detection, Measurement, Platform, Plugins, Request
+from attnmux.core import Measurement, Platform, Plugins, Request
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.devices import Detection
 from attnmux.core.verbs import Device, Question
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")

@@ -18,8 +18,8 @@ from attnmux.bench.recipe import Task, tasks
 from attnmux.bench.spot import Spot
 from attnmux.bench.workload import Workload
 from attnmux.core import InvalidInput, Offer
-from attnmux.core.plugin import Files
-from attnmux.core.verbs import Device, Figures, Shape, Shipped, Source
+from attnmux.core.plugin import Figures, Files
+from attnmux.core.verbs import Device, Shape, Shipped, Source
 
 
 @dataclass(kw_only=True, slots=True)

@@ -76,15 +76,6 @@ def most_pieces(batch: ForwardBatch, chunk_len: int) -> int:
     return 2 * batch.batch_size + batch.num_tokens // chunk_len + 1
 
 
-def room_for_decoding(max_bs: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What graphs of decode steps over virtual requests read, for `FixedTensors.add`."""
-    return {
-        "req_pool_indices": torch.arange(1, max_bs + 1, device=device),
-        "seq_lens": torch.ones(max_bs, dtype=torch.int32, device=device),
-        "positions": torch.zeros(max_bs, dtype=torch.int64, device=device),
-    }
-
-
 def virtual_step(
     batch: ForwardBatch, chunk: int, *, table: torch.Tensor, engines: torch.Tensor
 ) -> ForwardBatch:

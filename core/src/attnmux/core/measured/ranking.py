@@ -14,7 +14,7 @@ from math import isqrt
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
 from attnmux.core.choosing.checking import Accuracy, Rank, Ranking, prior_rank
-from attnmux.core.choosing.choice import SizeRange, choice_of
+from attnmux.core.choosing.choice import Choice, SizeRange
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.platform import Platform
@@ -180,7 +180,7 @@ def with_batch_sizes(
             SizeRange(
                 least=_between(sizes, alike[0]) + 1,
                 most=None if alike[-1] + 1 == len(sizes) else _between(sizes, alike[-1] + 1),
-                choice=choice_of(rivals[address], given.get(address, {})),
+                choice=Choice.of(rivals[address], given.get(address, {})),
                 gain=round(1 - share, 4),
             )
         )

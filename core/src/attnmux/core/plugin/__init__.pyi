@@ -56,11 +56,7 @@ from attnmux.core.composites.dispatch import MemberSteps as MemberSteps
 from attnmux.core.composites.dispatch import Route as Route
 from attnmux.core.composites.factories import MakeBackend as MakeBackend
 from attnmux.core.composites.virtual_requests import Pieces as Pieces
-from attnmux.core.composites.virtual_requests import room_for_decoding as room_for_decoding
-from attnmux.core.contract.arguments import check_device as check_device
-from attnmux.core.contract.arguments import check_lookup as check_lookup
-from attnmux.core.contract.arguments import check_vector as check_vector
-from attnmux.core.contract.arguments import described as described
+from attnmux.core.contract.arguments import check_tensor as check_tensor
 from attnmux.core.contract.linear.backend import LinearAttentionBackend as LinearAttentionBackend
 from attnmux.core.contract.linear.convolutions import NewTokens as NewTokens
 from attnmux.core.contract.linear.convolutions import PlainConvolutions as PlainConvolutions
@@ -68,8 +64,6 @@ from attnmux.core.contract.linear.convolutions import ShortConvolutions as Short
 from attnmux.core.contract.linear.layer import ConvCall as ConvCall
 from attnmux.core.contract.linear.layer import LinearCall as LinearCall
 from attnmux.core.contract.linear.states import StatePool as StatePool
-from attnmux.core.contract.spec import tree_visibility as tree_visibility
-from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.contract.steps import FixedTensors as FixedTensors
 from attnmux.core.contract.steps import prepared as prepared
 from attnmux.core.contract.tree_masks import check_trees as check_trees
@@ -77,15 +71,11 @@ from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts
 from attnmux.core.faces import lazy_face as lazy_face
 from attnmux.core.facts.files import Files as Files
 from attnmux.core.facts.launches import Job as Job
-from attnmux.core.facts.launches import Together as Together
 from attnmux.core.facts.launches import Trial as Trial
 from attnmux.core.facts.libraries import installed_version as installed_version
 from attnmux.core.facts.sparse import check_budget as check_budget
-from attnmux.core.facts.values import TREE_MASKS as TREE_MASKS
 from attnmux.core.facts.values import OptionValue as OptionValue
-from attnmux.core.find.cpu import bare_cpu as bare_cpu
 from attnmux.core.find.hooks import hookimpl as hookimpl
-from attnmux.core.find.visibility import NO_VARIABLES as NO_VARIABLES
 from attnmux.core.find.visibility import visible_devices as visible_devices
 from attnmux.core.graph.devices import CapturedGraph as CapturedGraph
 from attnmux.core.graph.devices import GraphStep as GraphStep
