@@ -26,7 +26,6 @@ from attnmux.core.measured.evidence import (
     Evidence,
     Timed,
     Times,
-    current_measurements,
     evidence_of,
 )
 from attnmux.core.measured.measurement import Measurement
@@ -65,7 +64,8 @@ def accuracy_by(
 ) -> Accuracy:
     """The accuracy of backends for `Decision.check`: as measured on this machine, and by the card
     where nothing was measured."""
-    return by_measurement(current_measurements(measurements, platform, tuple(offers)), platform)
+    plain = (replace(each, figures=()) for each in offers)
+    return by_measurement(evidence_of(measurements, platform, plain).own, platform)
 
 
 def ranking_by(evidence: Evidence) -> Ranking:
