@@ -205,7 +205,7 @@ def test_an_unexpected_error(call, outside, tmp_path, monkeypatch) -> None:
     (tmp_path / "failing_verb.py").write_text(
         "import click\nfrom attnmux.core.cli.run import common_options\n"
         "@click.command()\n@common_options\n"
-        "def fail(as_json):\n    raise ZeroDivisionError('oops')\n"
+        "def fail(run, as_json):\n    raise ZeroDivisionError('oops')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     outside(point("fail", "failing_verb:fail"))

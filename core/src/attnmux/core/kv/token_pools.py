@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnmux.core.contract.arguments import check_tensor, check_vector
+from attnmux.core.contract.arguments import check_tensor
 from attnmux.core.contract.dtypes import ACTIVATION_DTYPES, BLOCK, FP4_DTYPE
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
@@ -57,10 +57,10 @@ class PairPool(KVPool):
         v_scale: float | None = None,
     ) -> None:
         k_buffer, v_buffer = self.get_kv_buffer(layer.layer_id)
-        num_tokens = check_vector("loc", loc, torch.int64)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
         packed = 2 if self.dtype == FP4_DTYPE else 1
         for name, rows, (_, heads, dim) in (("k", k, k_buffer.shape), ("v", v, v_buffer.shape)):
-            shape = (num_tokens, heads, dim * packed)
+            shape = (len(loc), heads, dim * packed)
             check_tensor(name, rows, shape, loc.device, *ACTIVATION_DTYPES)
         k, *k_scales = stored_parts(k, self.dtype, k_scale)
         v, *v_scales = stored_parts(v, self.dtype, v_scale)
@@ -117,10 +117,10 @@ class LatentPool(KVPool):
         k_scale: float | None = None,
     ) -> None:
         self._layer_index(layer.layer_id)
-        num_tokens = check_vector("loc", loc, torch.int64)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
         dims = (("k_nope", k_nope, self.kv_lora_rank), ("k_rope", k_rope, self.qk_rope_head_dim))
         for name, rows, dim in dims:
-            check_tensor(name, rows, (num_tokens, 1, dim), loc.device, *ACTIVATION_DTYPES)
+            check_tensor(name, rows, (len(loc), 1, dim), loc.device, *ACTIVATION_DTYPES)
         nope = quantise(k_nope, self.dtype, k_scale)
         rope = quantise(k_rope, self.dtype, k_scale)
         nope_words, rope_words = self._words[layer.layer_id]
