@@ -30,6 +30,7 @@ from benchmarks.cases import json_option, rounds_option
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from attnmux.core import ForwardBatch, GraphRunner, GraphUnsupported, Plugins, Policy, Settings
+from attnmux.core.verbs import Run
 from attnmux.testing.bench import Report, Times, facts, interleave
 from attnmux.transformers import (
     Capacity,
@@ -212,7 +213,7 @@ def main(
 def load(checkpoint: Checkpoint, options: RunnerOptions) -> ModelRunner:
     """The runner, eager so far, with room for all prompts at a time."""
     plugins = Plugins.load()
-    platform = platform_for(plugins.detect(), Settings.load(), options.device)
+    platform = platform_for(Run(), plugins, Settings.load(), options.device)
     return load_runner(checkpoint, platform, plugins.offers(), options)
 
 
@@ -229,7 +230,7 @@ def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
         max_position_embeddings=131072,
     )
     plugins = Plugins.load()
-    platform = platform_for(plugins.detect(), Settings.load(), options.device)
+    platform = platform_for(Run(), plugins, Settings.load(), options.device)
     with torch.device(options.device or platform.device_type):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers
             config, dtype=torch.bfloat16, attn_implementation=SERVED

@@ -25,12 +25,12 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     ModelInput,
-    RanksDiffer,
 )
 from attnmux.cpu.torch_native.backend import TorchNativeBackend
 from attnmux.distributed import (
     PaddingMode,
     RankGroup,
+    RanksDiffer,
     TokensOfRanks,
     agree_on_step,
     capture_on_all_ranks,

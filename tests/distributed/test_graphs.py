@@ -21,10 +21,9 @@ from attnmux.core import (
     GraphRunner,
     GraphUnsupported,
     ModelInput,
-    RanksDiffer,
 )
 from attnmux.core.plugin import GraphStep
-from attnmux.distributed import RankGroup, capture_on_all_ranks, idle_batch
+from attnmux.distributed import RankGroup, RanksDiffer, capture_on_all_ranks, idle_batch
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import (
     Case,

@@ -17,8 +17,6 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     MHATokenToKVPool,
-    RankFailed,
-    RanksDiffer,
     UpProjection,
     torch_dtype,
 )
@@ -27,7 +25,9 @@ from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (
     PrefillParallelBackend,
+    RankFailed,
     RankGroup,
+    RanksDiffer,
     split_context,
     zigzag_step,
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, RankFailed
-from attnmux.distributed import RankGroup
+from attnmux.core import InvalidInput
+from attnmux.distributed import RankFailed, RankGroup
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 
 

@@ -21,7 +21,6 @@ from attnmux.core import (
     UpProjection,
     build,
     solve,
-    with_halves,
 )
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import installed_version
@@ -338,7 +337,7 @@ def test_halves_of_a_step_run_expanded_too() -> None:
         world = world_of(case_of(steps), chunk_tokens=9)
         context = world.backend.context
         backend = TboAttnBackend(world.backend, (prompts_on(context), prompts_on(context)))
-        batch = with_halves(world.step.batch)
+        batch = world.step.batch.with_halves()
         backend.init_forward_metadata(batch)
         expected = world.run(world.absorbed)
         middle = batch.tbo_children[0].num_tokens

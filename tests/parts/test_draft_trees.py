@@ -21,7 +21,6 @@ from attnmux.core import (
     Request,
     build,
     solve,
-    with_halves,
 )
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, Clause, KernelLibrary
@@ -334,7 +333,7 @@ def test_two_batches_of_trees_have_a_composite_each(seed) -> None:
     assert isinstance(backend, TboAttnBackend)
     assert all(isinstance(each, TreeAttnBackend) for each in (backend.primary, *backend.children))
     step = prepare_step(setup, case.steps[0], host_lens=True)
-    batch = with_halves(step.batch)
+    batch = step.batch.with_halves()
     backend.init_forward_metadata(batch)
     first, second = batch.tbo_children
     for given in step.inputs:

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import InvalidInput
-from attnmux.core.contract.spec import tree_visibility
 from attnmux.parts import AcceptedDrafts, DraftTree
+from attnmux.parts.speculation import tree_visibility
 from attnmux.testing.reference.greedy_trees import verify_tree_greedy
 from attnmux.transformers.draft.proposers import NgramIndex
 
@@ -149,7 +149,7 @@ def test_trees_of_no_shape_are_refused() -> None:
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(InvalidInput, match="draft order"):
         DraftTree.of(tokens, torch.tensor([[-1, 2, 0]]), topk=2)
-    with pytest.raises(InvalidInput, match=r"\[B, d\]"):
+    with pytest.raises(InvalidInput, match=r"parents: expected shape \(1, 3\)"):
         DraftTree.of(tokens, torch.tensor([[-1, 0]]), topk=2)
     with pytest.raises(InvalidInput, match="draft_token_num"):
         DraftTree.best_of(tokens[0, :1], tokens.float(), tokens, tokens - 1, 5, topk=2)

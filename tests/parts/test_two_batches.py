@@ -21,7 +21,6 @@ from attnmux.core import (
     Policy,
     build,
     solve,
-    with_halves,
 )
 from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.core.find.cpu import probe_cpu
@@ -103,7 +102,7 @@ def check_halves(case: Case, make=TorchNativeBackend, **given) -> None:
     setup = make_setup(case, fake_platform(), "cpu")
     step = prepare_step(setup, case.steps[0], **given)
     alone, backend = make(setup.context), tbo(setup.context, make)
-    batch = with_halves(step.batch)
+    batch = step.batch.with_halves()
     alone.init_forward_metadata(step.batch)
     backend.init_forward_metadata(batch)
     rows = slice(0, step.num_request_tokens)
@@ -126,7 +125,7 @@ def test_where_a_step_is_cut(name) -> None:
     step, changes, requests = STEPS[name]
     setup = make_setup(case_of(step, **changes), fake_platform(), "cpu")
     batch = prepare_step(setup, step).batch
-    first, second = with_halves(batch).tbo_children
+    first, second = batch.with_halves().tbo_children
     assert (first.batch_size, second.batch_size) == (requests, batch.batch_size - requests)
     assert first.num_tokens + second.num_tokens == batch.num_tokens
     for half in (first, second):
@@ -142,7 +141,7 @@ def test_a_substituted_mode_is_kept_in_an_empty_half() -> None:
     """As a rank without requests has that runs the others' decode step."""
     setup = make_setup(case_of(decode(5)), fake_platform(), "cpu")
     batch = prepare_step(setup, decode(5)).batch
-    first, second = with_halves(replace(batch, actual_forward_mode=ForwardMode.IDLE)).tbo_children
+    first, second = replace(batch, actual_forward_mode=ForwardMode.IDLE).with_halves().tbo_children
     assert first.actual_forward_mode is second.actual_forward_mode is ForwardMode.IDLE
     assert second.forward_mode is ForwardMode.DECODE
 
@@ -188,7 +187,7 @@ def test_no_other_cut_leaves_the_tokens_more_even(new) -> None:
         req_pool_indices=torch.zeros(len(new), dtype=torch.int64),
         extend_prefix_lens=torch.zeros_like(lens),
     )
-    first, second = with_halves(batch).tbo_children
+    first, second = batch.with_halves().tbo_children
     difference = abs(first.num_tokens - second.num_tokens)
     assert all(difference <= abs(2 * sum(new[:cut]) - total) for cut in range(len(new) + 1))
 
@@ -197,7 +196,7 @@ def test_a_step_without_halves_goes_to_primary() -> None:
     case = case_of(decode(40, 3))
     setup = make_setup(case, fake_platform(), "cpu")
     step, backend = prepare_step(setup, case.steps[0]), tbo(setup.context)
-    batch = with_halves(step.batch)
+    batch = step.batch.with_halves()
     backend.init_forward_metadata(batch)
     first, second = batch.tbo_children
     assert backend.serving(first) is backend.children[0]
@@ -211,7 +210,7 @@ def test_new_encoder_tokens_are_refused() -> None:
     case = case_of(extend((0, 5), (0, 4), encoder=(3, 4)))
     batch = prepare_step(make_setup(case, fake_platform(), "cpu"), case.steps[0]).batch
     with pytest.raises(InvalidInput, match="run it whole"):
-        with_halves(batch)
+        batch.with_halves()
 
 
 class Long(GraphFakeBackend):
@@ -344,7 +343,7 @@ def test_a_decision_asks_for_it_and_build_makes_it() -> None:
     assert isinstance(backend, TboAttnBackend)
     assert type(backend.primary).__name__ == "TorchNativeBackend"
     step = prepare_step(setup, case.steps[0])
-    batch = with_halves(step.batch)
+    batch = step.batch.with_halves()
     backend.init_forward_metadata(batch)
     out, _ = in_halves(backend, step.inputs[0], batch)
     torch.testing.assert_close(out, attend(backend, step.inputs[0], batch)[0], rtol=0, atol=0)

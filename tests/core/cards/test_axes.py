@@ -71,7 +71,7 @@ def test_every_settable_axis_is_a_field_of_the_request() -> None:
 def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
     asked = {axis.name for axis in AXES} | {"origins", "phases", "multimodal", "encoder_head_dim"}
     asked |= {"max_error"}  # judged by bounds and measurements
-    # asked of other backends, by `group_requests` and `linear_request`
+    # asked of other backends, by `Request.groups` and `linear_request`
     asked |= {"other_layers", "linear_layers", "linear_head_dim", "linear_v_head_dim"}
     asked |= {"compressed_layers"}  # of which backends serve the windows alone
     asked |= {"index_topk"}  # which says when kind "nsa" is not needed

@@ -9,9 +9,10 @@ from importlib.metadata import EntryPoint
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core import Detection, Platform, Plugins
+from attnmux.core import Platform, Plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.devices import Detection
 from attnmux.core.find.plugin import Plugin, PluginFailure
 from attnmux.core.plugin import BackendCard, Clause, one_of
 

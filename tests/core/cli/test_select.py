@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core import Decision, Detection, Platform, Plugins
+from attnmux.core import Decision, Platform, Plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.verdicts import Verdict
-from attnmux.core.find.devices import UnservedDevice
+from attnmux.core.find.devices import Detection, UnservedDevice
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the answers below are those of attnmux-cpu")
 

@@ -10,9 +10,10 @@ from datetime import datetime, timezone
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core import Detection, Measurement, Platform, Plugins, Request
+from attnmux.core import Measurement, Platform, Plugins, Request
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.devices import Detection
 from attnmux.core.verbs import Device, Question
 from attnmux.testing.bench.keeping import RecordFile
 

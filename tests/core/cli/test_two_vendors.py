@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core import Detection, Platform
+from attnmux.core import Platform
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.devices import Detection
 
 
 @pytest.fixture

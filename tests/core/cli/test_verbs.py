@@ -205,7 +205,7 @@ def test_an_unexpected_error(call, outside, tmp_path, monkeypatch) -> None:
     (tmp_path / "failing_verb.py").write_text(
         "import click\nfrom attnmux.core.cli.run import common_options\n"
         "@click.command()\n@common_options\n"
-        "def fail(as_json):\n    raise ZeroDivisionError('oops')\n"
+        "def fail(run, as_json):\n    raise ZeroDivisionError('oops')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     outside(point("fail", "failing_verb:fail"))
@@ -288,8 +288,8 @@ def test_an_early_exit_of_a_library_is_no_success(call, outside, tmp_path, monke
 def test_what_libraries_print_is_no_part_of_an_answer(tmp_path) -> None:
     (tmp_path / "loud_verb.py").write_text(
         "import ctypes, os, subprocess, sys\nimport click\n"
-        "from attnmux.core.verbs import common_options, pass_run\n"
-        "@click.command()\n@common_options\n@pass_run\n"
+        "from attnmux.core.verbs import common_options\n"
+        "@click.command()\n@common_options\n"
         "def loud(run, as_json):\n"
         "    print('spoilt')\n"
         "    os.write(1, b'spoilt')\n"

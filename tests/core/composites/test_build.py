@@ -15,16 +15,16 @@ from attnmux.core import (
     BackendContext,
     BackendFailed,
     Decision,
-    Detection,
-    ForeignKVPool,
     FrozenMapping,
     InvalidInput,
     Offer,
     Plugins,
     build,
+    foreign_pool,
     solve,
 )
 from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.find.devices import Detection
 from attnmux.core.plugin import one_of
 from attnmux.testing import Case, FakeBackend, decode, extend, fake_card, fake_platform, make_setup
 
@@ -89,7 +89,7 @@ def test_strided_keys_have_to_be_asked_for() -> None:
         layer_id: torch.cat(pool.get_kv_buffer(layer_id), -1).split(pool.head_dim, -1)
         for layer_id in pool.layer_ids
     }
-    strided = ForeignKVPool(side_by_side, page_size=pool.page_size)
+    strided = foreign_pool(side_by_side, page_size=pool.page_size)
     with pytest.raises(InvalidInput, match="choose again with strided_kv set"):
         build(decision, replace(context, token_to_kv_pool=strided))
     request = CASE.request.replace(strided_kv=True)

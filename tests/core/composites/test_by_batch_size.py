@@ -20,7 +20,7 @@ from attnmux.core import (
     build,
     solve,
 )
-from attnmux.core.choosing.choice import SizeRange, choice_of
+from attnmux.core.choosing.choice import Choice, SizeRange
 from attnmux.core.composites.dispatch import BatchSizeAttnBackend, HybridAttnBackend, Sizes
 from attnmux.core.plugin import Option
 from attnmux.testing import (
@@ -225,10 +225,10 @@ def decided(small: str, *, options: dict[str, object] | None = None, prefill: st
 
     usual = offer("usual", "Leaf")
     decision = solve(CASE.request, fake_platform(), [usual])
-    choice = choice_of(offer("small", small), options or {})
+    choice = Choice.of(offer("small", small), options or {})
     phases = dict(decision.phases)
     if prefill != "Leaf":
-        phases["extend"] = choice_of(offer("prefill", prefill), {})
+        phases["extend"] = Choice.of(offer("prefill", prefill), {})
     sizes = (SizeRange(least=1, most=2, choice=choice, gain=0.1),)
     return replace(decision, phases=phases, decode_sizes=sizes)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.configs import UnknownModel, request_from_model
-from attnmux.core import InvalidInput, Request, group_requests
+from attnmux.core import InvalidInput, Request
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -594,7 +594,7 @@ def test_layers_that_differ(tmp_path, name) -> None:
 
     assert stated(request) == first
     assert [(each.layers, *stated(each)) for each in request.other_layers] == others
-    assert [stated(each) for each in group_requests(request)] == [
+    assert [stated(each) for each in request.groups()] == [
         first,
         *(one[1:] for one in others),
     ]

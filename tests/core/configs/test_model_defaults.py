@@ -11,7 +11,7 @@ from attnmux.configs import request_from_model
 from attnmux.configs.families import FAMILIES, family_of
 from attnmux.configs.values import DECODERS as NAMED_DECODERS
 from attnmux.configs.values import OTHERS
-from attnmux.core import InvalidInput, group_requests
+from attnmux.core import InvalidInput
 
 transformers = pytest.importorskip("transformers")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")
@@ -108,7 +108,7 @@ def test_a_config_is_read_as_its_class_says_or_refused(model_type, tmp_path) -> 
         return
     text = config.get_text_config(decoder=True)
     if request.other_layers:
-        groups = group_requests(request)
+        groups = request.groups()
         assert {(one.num_q_heads, one.num_kv_heads, one.head_dim) for one in groups} == shapes(text)
         windows = {each in WINDOWS for each in text.layer_types}
         assert {one.sliding_window is not None for one in groups} == windows

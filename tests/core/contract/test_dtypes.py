@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, dtype_name, torch_dtype
+from attnmux.core import InvalidInput, Request, torch_dtype
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from attnmux.core import InvalidInput, dtype_name, torch_dtype
 )
 def test_names_and_dtypes_are_one_to_one(name, dtype):
     assert torch_dtype(name) is dtype
-    assert dtype_name(dtype) == name
+    assert Request.canonical_dtype(dtype) == name
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_unknown_names_list_the_known_ones():
     with pytest.raises(InvalidInput, match=r"'int4'"):
         torch_dtype("int4")
     with pytest.raises(InvalidInput, match="bfloat16"):
-        dtype_name(torch.int64)
+        Request.canonical_dtype(torch.int64)

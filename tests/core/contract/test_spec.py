@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import InvalidInput
-from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.contract.spec import whole_mask
+from attnmux.parts.speculation import tree_visibility
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""

@@ -10,13 +10,13 @@ import torch
 
 from attnmux.core import ForwardMode, GraphConfig, InvalidInput, Request, SpecInput
 from attnmux.core.composites.mask_forms import MaskFormsBackend, with_mask_forms
-from attnmux.core.contract.halves import half_of
-from attnmux.core.contract.spec import mask_bounds, tree_visibility, unpack_visible, whole_mask
+from attnmux.core.contract.spec import mask_bounds, unpack_visible, whole_mask
 from attnmux.core.contract.tree_masks import draft_depths, pack_visible, with_form
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.plugin import NONE, BackendCard, check_trees, limited_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.parts import undrafted_request
+from attnmux.parts.speculation import tree_visibility
 from attnmux.testing import (
     Candidate,
     Case,
@@ -205,7 +205,9 @@ def test_a_half_has_its_own_rows() -> None:
     visible = random_trees(3, 6)
     for form in ("qlen_only", "qlen_only_bitpacking"):
         _, batch = verified(6, **all_forms(visible)[form])
-        assert torch.equal(half_of(batch, 1, 3, 6, 18).visible_drafts(), visible[1:])
+        assert torch.equal(
+            batch.part(1, 3, first_token=6, last_token=18).visible_drafts(), visible[1:]
+        )
 
 
 TREE = Case(

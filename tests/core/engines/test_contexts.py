@@ -14,12 +14,12 @@ from attnmux.core import (
     InvalidInput,
     JoinedKVPool,
     LayerGroup,
+    LayerSpec,
     MLATokenToKVPool,
     Platform,
     Plugins,
     Request,
     build,
-    layer_of,
     make_context,
     solve,
 )
@@ -67,7 +67,7 @@ def prompt(context: BackendContext, length: int) -> ForwardBatch:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_backend_over_it_attends(page_size: int) -> None:
     decision = decided(**HEADS, page_size=page_size)
-    layer = layer_of(decision.request, 3)
+    layer = LayerSpec.of(decision.request, 3)
     context = make_context(decision, layers=[layer], **ROOM)
     batch, backend = prompt(context, 7), build(decision, context)
     q, k, v = (torch.randn(7, heads, 16) for heads in (4, 2, 2))
@@ -80,7 +80,7 @@ def test_a_backend_over_it_attends(page_size: int) -> None:
 
 def test_latent_layers_get_a_pool_of_latents() -> None:
     decision = decided(**LATENT)
-    layer = layer_of(decision.request, 0)
+    layer = LayerSpec.of(decision.request, 0)
     assert (layer.qk_head_dim, layer.v_head_dim, layer.scaling) == (40, 32, 24**-0.5)
     context = make_context(decision, layers=[layer], **ROOM)
     assert isinstance(context.token_to_kv_pool, MLATokenToKVPool)
@@ -90,7 +90,7 @@ def test_latent_layers_get_a_pool_of_latents() -> None:
 def test_layers_that_differ_get_joined_pools() -> None:
     wide = LayerGroup(layers=1, num_q_heads=4, num_kv_heads=1, head_dim=32)
     decision = decided(**HEADS, other_layers=[wide])
-    layers = [layer_of(group.request, place) for place, group in enumerate(decision.groups)]
+    layers = [LayerSpec.of(group.request, place) for place, group in enumerate(decision.groups)]
     context = make_context(decision, layers=layers, **ROOM)
     pool = context.token_to_kv_pool
     assert isinstance(pool, JoinedKVPool)
@@ -101,7 +101,7 @@ def test_layers_that_differ_get_joined_pools() -> None:
 def test_a_layer_has_the_features_of_the_request() -> None:
     request = Request(**HEADS, sliding_window=5, logit_cap=30.0, sinks=True)
     sinks = torch.zeros(4)
-    layer = layer_of(request, 0, sinks=sinks, scaling=1.0)
+    layer = LayerSpec.of(request, 0, sinks=sinks, scaling=1.0)
     assert layer.features == {"sliding_window", "logit_cap", "sinks"}
     assert (layer.sliding_window_size, layer.scaling) == (5, 1.0)
 
@@ -118,12 +118,12 @@ def test_a_layer_has_the_features_of_the_request() -> None:
 )
 def test_what_a_request_does_not_say_is_refused(request_: Request, named: str) -> None:
     with pytest.raises(InvalidInput, match=named):
-        layer_of(request_, 0)
+        LayerSpec.of(request_, 0)
 
 
 def test_an_engine_s_own_memory_is_taken() -> None:
     decision = decided(**HEADS)
-    layers = [layer_of(decision.request, 0)]
+    layers = [LayerSpec.of(decision.request, 0)]
     first = make_context(decision, layers=layers, **ROOM)
     again = make_context(
         decision, layers=layers, token_to_kv_pool=first.token_to_kv_pool, debug=True, **ROOM

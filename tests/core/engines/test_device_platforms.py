@@ -10,7 +10,6 @@ import torch
 
 from attnmux.core import (
     Chooser,
-    Detection,
     InvalidInput,
     Offer,
     Platform,
@@ -23,6 +22,7 @@ from attnmux.core.cli import run as shared
 from attnmux.core.engines import chooser
 from attnmux.core.engines.device_platforms import check_device
 from attnmux.core.facts.errors import AmbiguousPlatform
+from attnmux.core.find.devices import Detection
 from attnmux.core.verbs import machine
 from attnmux.testing import (
     Case,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, GraphConfig, InvalidInput, ModelInput, SpecInput
-from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.contract.spec import whole_mask
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.plugin import mask_indptr
+from attnmux.parts.speculation import tree_visibility
 
 CPU = torch.device("cpu")
 DRAFT = 3

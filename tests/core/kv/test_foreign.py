@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from attnmux.core import (
-    ForeignKVPool,
-    ForeignMLAPool,
     InvalidInput,
     KVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
+    foreign_pool,
 )
 from attnmux.sglang.request_table import ForeignRequestTable
 
@@ -49,7 +48,7 @@ LAYOUTS = [side_by_side, apart, interleaved]
 
 def pools(layout, dtype) -> tuple[KVPool, KVPool]:
     """A pool over foreign buffers, and one with buffers of its own."""
-    foreign = ForeignKVPool({layer: layout(dtype) for layer in (5, 9)}, page_size=PAGE)
+    foreign = foreign_pool({layer: layout(dtype) for layer in (5, 9)}, page_size=PAGE)
     own = MHATokenToKVPool(
         size=foreign.size,
         page_size=PAGE,
@@ -65,7 +64,7 @@ def pools(layout, dtype) -> tuple[KVPool, KVPool]:
 
 def latent_pools(dtype) -> tuple[KVPool, KVPool]:
     wide = torch.zeros(PAGES * PAGE, 1, RANK + ROPE + 5, dtype=dtype)
-    foreign = ForeignMLAPool(
+    foreign = foreign_pool(
         {1: wide[..., : RANK + ROPE], 2: torch.zeros_like(wide)[..., : RANK + ROPE]},
         page_size=PAGE,
         kv_lora_rank=RANK,
@@ -124,7 +123,7 @@ def test_latents_too(dtype):
 
 def test_layers_may_share_a_cache():
     k, v = side_by_side(torch.float32)
-    pool = ForeignKVPool({0: (k, v), 3: (k, v)}, page_size=PAGE)
+    pool = foreign_pool({0: (k, v), 3: (k, v)}, page_size=PAGE)
     row = torch.ones(1, HEADS, DIM)
     pool.set_kv_buffer(Layer(0), torch.tensor([5]), row, row[..., :V_DIM])
     assert pool.get_value_buffer(3)[5].eq(1).all()
@@ -133,7 +132,7 @@ def test_layers_may_share_a_cache():
 
 def test_writing_changes_nothing_else():
     k, v = side_by_side(torch.float32)
-    pool = ForeignKVPool({0: (k, v)}, page_size=PAGE)
+    pool = foreign_pool({0: (k, v)}, page_size=PAGE)
     pool.set_kv_buffer(
         Layer(0), torch.tensor([5]), torch.ones(1, HEADS, DIM), torch.full((1, HEADS, V_DIM), 2.0)
     )
@@ -155,7 +154,7 @@ def test_writing_changes_nothing_else():
 )
 def test_refuses_buffers_that_are_no_pool(buffers, argument):
     with pytest.raises(InvalidInput) as caught:
-        ForeignKVPool(buffers, page_size=PAGE)
+        foreign_pool(buffers, page_size=PAGE)
     assert caught.value.argument == argument
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from attnmux.core import (
-    ForeignKVPool,
     InvalidInput,
     JoinedKVPool,
     KVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     SWAKVPool,
+    foreign_pool,
 )
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.contract.quantise import MAGNITUDES, pack_rows
@@ -154,7 +154,7 @@ def test_readers_of_whole_values_refuse_the_pool():
     with pytest.raises(InvalidInput, match="trees of drafts on a backend without masks"):
         DraftKeys.of(made, Layer(), torch.tensor([4]))
     with pytest.raises(InvalidInput, match="the memory of an engine"):
-        ForeignKVPool({5: made.get_kv_buffer(5)}, page_size=4)
+        foreign_pool({5: made.get_kv_buffer(5)}, page_size=4)
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 36), (80, 48), (128, 72), (256, 144)])

@@ -15,7 +15,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 
 from attnmux.core import ForwardMode, InvalidInput, LayerSpec
-from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.contract.spec import whole_mask
+from attnmux.parts.speculation import tree_visibility
 from attnmux.sglang import layers, plugin
 from attnmux.sglang.asking import asked
 from attnmux.sglang.draft import AttnmuxMultiStepDraftBackend

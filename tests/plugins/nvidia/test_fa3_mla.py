@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput, Platform
-from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.contract.spec import whole_mask
 from attnmux.core.plugin import KeyGroup
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3.mla import make
 from attnmux.nvidia.fa3.steps import draft_keys
+from attnmux.parts.speculation import tree_visibility
 from attnmux.testing import (
     AttentionBackendTests,
     CaseSetup,

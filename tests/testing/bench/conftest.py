@@ -8,8 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from attnmux.core import Detection, Offer
+from attnmux.core import Offer
 from attnmux.core.cli import run as shared
+from attnmux.core.find.devices import Detection
 from attnmux.core.find.plugin import PluginFailure
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 from attnmux.testing.bench import Ceilings

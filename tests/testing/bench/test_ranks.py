@@ -19,14 +19,13 @@ from attnmux.core import (
     Measurement,
     Offer,
     Policy,
-    RanksDiffer,
     Request,
     TunedLaunch,
     solve_measured,
 )
 from attnmux.core.plugin import Job, Trial
 from attnmux.core.verbs import Device, Run
-from attnmux.distributed import RankGroup, shared_launches
+from attnmux.distributed import RankGroup, RanksDiffer, shared_launches
 from attnmux.emulators.ranks import run_ranks
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 from attnmux.testing.bench import Ceilings, measuring

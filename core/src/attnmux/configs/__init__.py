@@ -6,8 +6,8 @@
 from attnmux.configs.gguf_files import gguf_file
 from attnmux.configs.kept import kept_layers
 from attnmux.configs.reading import request_from_model, stored_kv_dtype
+from attnmux.configs.values import UnknownModel
 from attnmux.configs.weights import weights_dtype
-from attnmux.core import UnknownModel
 
 __all__ = [
     "UnknownModel",

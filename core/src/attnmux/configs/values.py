@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.configs.families import FAMILIES, Family, family_of
-from attnmux.core import UnknownModel
+from attnmux.core import NoBackend
 
 PARTS = (
     *("text_config", "llm_config", "language_config", "thinker_config"),
@@ -57,6 +57,14 @@ def values_of(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
     if family.windowed_kv_heads > 1 and isinstance(kv_heads, int):
         values.setdefault("swa_num_key_value_heads", kv_heads * family.windowed_kv_heads)
     return values
+
+
+class UnknownModel(NoBackend):
+    """A model type of whose attention nothing is known, so that no backend is chosen for it."""
+
+    def __init__(self, what: str, *, assumption: str) -> None:
+        self.assumed = f"{what}: read as {assumption}"
+        super().__init__(f"{self.assumed} only with --assume (in Python: assume=True)")
 
 
 def check_known(parts: list[Mapping[str, Any]]) -> None:

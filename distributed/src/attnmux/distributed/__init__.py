@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.distributed.agreement import AgreedStep, agree_on_step, idle_batch
 from attnmux.distributed.data_parallel import PaddingMode, TokensOfRanks
+from attnmux.distributed.errors import RankFailed, RanksDiffer
 from attnmux.distributed.graphs import capture_on_all_ranks
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_backend import InterleavedAttnBackend
@@ -35,8 +36,10 @@ __all__ = [
     "PaddingMode",
     "Pending",
     "PrefillParallelBackend",
+    "RankFailed",
     "RankGroup",
     "RankMerger",
+    "RanksDiffer",
     "TokensOfRanks",
     "ZigzagStep",
     "agree_on_step",

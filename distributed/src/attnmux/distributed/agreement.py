@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, GraphRunner, RanksDiffer
+from attnmux.core import ForwardBatch, ForwardMode, GraphRunner
 from attnmux.distributed.data_parallel import TokensOfRanks
+from attnmux.distributed.errors import RanksDiffer
 from attnmux.distributed.ranks import RankGroup
 
 EAGER, ANY = -1, -2

@@ -15,9 +15,8 @@ from attnmux.core import (
     GraphConfig,
     GraphRunner,
     GraphUnsupported,
-    RankFailed,
-    RanksDiffer,
 )
+from attnmux.distributed.errors import RankFailed, RanksDiffer
 from attnmux.distributed.ranks import RankGroup
 
 NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})

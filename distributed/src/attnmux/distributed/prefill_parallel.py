@@ -14,9 +14,9 @@ from attnmux.core import (
     ForwardBatch,
     GraphUnsupported,
     InvalidInput,
-    RanksDiffer,
     UpProjection,
 )
+from attnmux.distributed.errors import RanksDiffer
 from attnmux.distributed.kv_rows import KVRows, Stored, check_new
 from attnmux.distributed.ranks import RankGroup
 from attnmux.distributed.split_parts import ChunkRows, SplitKeys, parts_of

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from attnmux.core import AttnmuxError, InvalidInput, RankFailed
+from attnmux.core import AttnmuxError, InvalidInput
+from attnmux.distributed.errors import RankFailed
 
 SECONDS = 60.0
 """How long a rank waits for the others by default."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from attnmux.core import Offer, Plugins, RanksDiffer, TunedLaunch
+from attnmux.core import Offer, Plugins, TunedLaunch
+from attnmux.distributed.errors import RanksDiffer
 from attnmux.distributed.ranks import RankGroup
 
 

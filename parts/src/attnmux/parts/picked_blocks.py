@@ -30,7 +30,7 @@ from attnmux.core.plugin import (
     MakeBackend,
     MemberSteps,
     Route,
-    described,
+    check_tensor,
     prepared,
     shared_kernel,
     token_rows,
@@ -199,9 +199,8 @@ class PickedBlocksBackend(CompositeBackend):
         if picks is None:
             expected = "the blocks that the indexer picked: the model writes them before each layer"
             raise InvalidInput("topk_indices", got=None, expected=expected)
-        if picks.dtype != torch.int32 or picks.dim() != 3 or picks.shape[0] != call.q.shape[0]:
-            expected = f"torch.int32 of shape ({call.q.shape[0]}, heads, topk)"
-            raise InvalidInput("topk_indices", got=described(picks), expected=expected)
+        shape = (call.q.shape[0], "heads", "topk")
+        check_tensor("topk_indices", picks, shape, None, torch.int32)
         heads = picks.shape[1]
         if heads < 1 or heads % layer.tp_k_head_num or layer.tp_q_head_num % heads:
             expected = f"a multiple of {layer.tp_k_head_num}, in {layer.tp_q_head_num} query heads"

@@ -19,13 +19,13 @@ from attnmux.core import (
     AttentionCall,
     BackendContext,
     Decision,
-    ForeignKVPool,
     ForwardBatch,
     GraphUnsupported,
     InvalidInput,
     KVPool,
     LayerSpec,
     ReqToTokenPool,
+    foreign_pool,
 )
 from attnmux.core.plugin import (
     CompositeBackend,
@@ -34,7 +34,6 @@ from attnmux.core.plugin import (
     MemberSteps,
     Route,
     check_budget,
-    room_for_decoding,
     shared_kernel,
 )
 from attnmux.parts.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
@@ -80,7 +79,7 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
             origin="model", sparse=None, sparse_budget=None, phases=("decode",)
         ),
         req_to_token_pool=table,
-        token_to_kv_pool=ForeignKVPool(pairs, page_size=page_size),
+        token_to_kv_pool=foreign_pool(pairs, page_size=page_size),
         kv_writer=None,
         max_context_len=width,
         # The new tokens' slots are the engine's, and the step was checked whole
@@ -127,7 +126,7 @@ class SparseAttnBackend(CompositeBackend):
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts over chosen pages are not captured")
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self._fixed.add(**room_for_decoding(max_bs, self.context.device))
+        self._fixed.add_decoding(max_bs, self.context.device)
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:

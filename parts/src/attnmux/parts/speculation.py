@@ -12,7 +12,32 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core import InvalidInput, SpecInput
-from attnmux.core.plugin import described, tree_visibility
+from attnmux.core.plugin import check_tensor
+
+
+def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
+    """The draft tokens that each draft token sees: itself and its ancestors.
+
+    parents: [B, d] int; the parent of each draft token, at most d - 1; the root's is -1.
+    Returns [B, d, d] bool; row i has the tokens that i sees.
+    Raises InvalidInput, on a CPU, for a parent that does not precede its child.
+    """
+    if parents.dim() != 2:
+        raise InvalidInput("parents", got=f"shape {tuple(parents.shape)}", expected="[B, d]")
+    batch_size, num_tokens = parents.shape
+    order = torch.arange(num_tokens, device=parents.device)
+    if parents.is_cpu and bool((parents >= order).any()):
+        raise InvalidInput(
+            "parents", got="a parent at or after its child", expected="parents in draft order"
+        )
+    reach = torch.eye(num_tokens, dtype=torch.float32, device=parents.device)
+    reach = reach.repeat(batch_size, 1, 1)
+    has_parent = (parents >= 0).unsqueeze(-1)
+    reach.scatter_add_(2, parents.clamp(min=0).long().unsqueeze(-1), has_parent.float())
+    reach.clamp_(max=1)
+    for _ in range(max(num_tokens - 1, 0).bit_length()):
+        reach = (reach @ reach).clamp_(max=1)
+    return reach > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,9 +88,8 @@ class DraftTree:
         draft_tokens, parents: [B, d] int64. topk: as in the class.
         Raises InvalidInput for other shapes and, on a CPU, for a parent at or after its child.
         """
-        if draft_tokens.dim() != 2 or draft_tokens.shape != parents.shape:
-            got = f"{described(draft_tokens)} with parents {tuple(parents.shape)}"
-            raise InvalidInput("draft_tokens", got=got, expected="[B, d] for both")
+        check_tensor("draft_tokens", draft_tokens, ("B", "d"))
+        check_tensor("parents", parents, draft_tokens.shape)
         if topk == 1:
             return cls.chains(draft_tokens)
         return cls(
@@ -164,13 +188,9 @@ class DraftTree:
     def check_sampling(self, probs: torch.Tensor, coins: torch.Tensor) -> None:
         """Raises InvalidInput for tensors that `sample_tree_target_only` does not take."""
         batch_size, num = self.draft_tokens.shape
-        if probs.dim() != 2 or probs.shape[0] != batch_size * num or probs.dtype != torch.float32:
-            expected = f"float32 [{batch_size * num}, vocabulary]"
-            raise InvalidInput("probs", got=described(probs), expected=expected)
-        if coins.shape != (batch_size, num) or coins.dtype != torch.float64:
-            raise InvalidInput(
-                "coins", got=described(coins), expected=f"float64 [{batch_size}, {num}]"
-            )
+        shape = (batch_size * num, "vocabulary")
+        check_tensor("probs", probs, shape, None, torch.float32)
+        check_tensor("coins", coins, (batch_size, num), None, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from attnmux.core import InvalidInput, KVPool, LinearLayerSpec
-from attnmux.core.plugin import StatePool, check_device, check_vector
+from attnmux.core.plugin import StatePool, check_tensor
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -178,11 +178,10 @@ class LinearStatePool(StatePool):
         if not self.draft_tokens:
             expected = "draft_tokens of a LinearStatePool whose drafts are accepted"
             raise InvalidInput("draft_tokens", got=0, expected=expected)
-        num = check_vector("rows", rows, torch.int64)
-        dtype = torch.int32 if counts.dtype is torch.int32 else torch.int64
-        check_vector("num_accepted_tokens", counts, dtype, num)
-        for name, given in (("rows", rows), ("num_accepted_tokens", counts)):
-            check_device(name, given, self.device)
+        check_tensor("rows", rows, ("B",), self.device, torch.int64)
+        check_tensor(
+            "num_accepted_tokens", counts, rows.shape, self.device, torch.int32, torch.int64
+        )
 
     def copy(self, source: int, target: int) -> None:
         """Give row `target` the states of row `source`, as for a fork of a request.

@@ -20,8 +20,8 @@ class TboAttnBackend(DispatchingBackend):
     """Attends in whole steps by `primary`, and in each of a step's halves by its own child.
 
     A layer is called with the prepared batch or with one of its `tbo_children`, which
-    `with_halves` makes. A half without requests is skipped: its mode is IDLE, and its call returns
-    an empty result.
+    `ForwardBatch.with_halves` makes. A half without requests is skipped: its mode is IDLE, and its
+    call returns an empty result.
     """
 
     def __init__(

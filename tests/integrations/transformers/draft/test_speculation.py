@@ -19,8 +19,8 @@ from attnmux.core import (
     ReqToTokenPool,
     SWAKVPool,
 )
-from attnmux.core.contract.spec import tree_visibility
 from attnmux.parts import DraftTree
+from attnmux.parts.speculation import tree_visibility
 from attnmux.testing.reference.greedy_trees import verify_tree_greedy
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers.draft import verify_step as verify_step_module

@@ -15,7 +15,6 @@ from attnmux.configs import request_from_model
 from attnmux.core import (
     AttnmuxError,
     BackendFailed,
-    Detection,
     InvalidInput,
     Measurement,
     Platform,
@@ -25,6 +24,7 @@ from attnmux.core import (
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.find.devices import Detection
 from attnmux.core.verbs import Device, Question
 from attnmux.testing.bench.keeping import RecordFile
 from attnmux.transformers import recall
@@ -169,10 +169,10 @@ def test_a_device_of_a_second_kind_names_its_platform(folder, monkeypatch, named
     cuda = SimpleNamespace(get_device_properties=lambda device: facts[device.index])
     monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
     monkeypatch.setattr(torch, "empty", lambda *_, device: None)
-    detection = Detection(platforms=(*kinds, HERE))
+    run = SimpleNamespace(detect=lambda _: Detection(platforms=(*kinds, HERE)))
     settings = Settings(platform=named)
-    assert cli_run.platform_for(detection, settings, "cuda:1").arch == "sm75"
-    assert cli_run.platform_for(detection, settings, "cuda:0").arch == "sm86"
+    assert cli_run.platform_for(run, None, settings, "cuda:1").arch == "sm75"
+    assert cli_run.platform_for(run, None, settings, "cuda:0").arch == "sm86"
 
 
 @pytest.fixture
@@ -189,10 +189,10 @@ def orin(monkeypatch) -> None:
 
 
 def test_a_device_that_no_plugin_finds_can_be_named(folder, orin) -> None:
-    detection = Detection(platforms=(HERE,))
+    run = SimpleNamespace(detect=lambda _: Detection(platforms=(HERE,)), warn=print)
 
     def platform(named: str | None, device: str | None = None) -> str:
-        return str(cli_run.platform_for(detection, Settings(platform=named), device))
+        return str(cli_run.platform_for(run, None, Settings(platform=named), device))
 
     assert platform("nvidia:sm87,cuda=12.6") == "nvidia:sm87,cuda=12.6"
     assert platform(None, "cuda") == platform(None, "cuda:0") == "nvidia:sm87"

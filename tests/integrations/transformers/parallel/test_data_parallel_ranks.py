@@ -10,10 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import GraphRunner, InvalidInput, Offer, Plugins, RankFailed, RanksDiffer
+from attnmux.core import GraphRunner, InvalidInput, Offer, Plugins
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.distributed import RankGroup
+from attnmux.distributed import RankFailed, RankGroup, RanksDiffer
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (

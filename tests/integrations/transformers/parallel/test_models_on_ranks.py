@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import AttnmuxError, Plugins, RanksDiffer
+from attnmux.core import AttnmuxError, Plugins
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.distributed import RankGroup
+from attnmux.distributed import RankGroup, RanksDiffer
 from attnmux.emulators.ranks import run_ranks
 from attnmux.transformers import (
     Engine,

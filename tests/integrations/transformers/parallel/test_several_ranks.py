@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnmux.core import InvalidInput, Plugins, RankFailed, RanksDiffer, Request, TunedLaunch
+from attnmux.core import InvalidInput, Plugins, Request, TunedLaunch
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Device
-from attnmux.distributed import RankGroup
+from attnmux.distributed import RankFailed, RankGroup, RanksDiffer
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,

@@ -17,10 +17,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.steps import NO_OPTIONS, StepBackend, prepared
 from attnmux.core.facts.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 

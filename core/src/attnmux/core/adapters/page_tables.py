@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attnmux.core.adapters.indices.keys import page_table
+from attnmux.core.adapters.indices.ragged import cu_seqlens, uniform_indptr
+from attnmux.core.adapters.indices.segments import store
 from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.indices._segments import store
-from attnmux.core.indices.keys import page_table
-from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr
 
 Tables = dict[tuple[bool, int], torch.Tensor]
 """Page tables before translation, by (is the encoder's, page size)."""

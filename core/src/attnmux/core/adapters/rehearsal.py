@@ -9,15 +9,16 @@ from dataclasses import replace
 import torch
 
 from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.contract.batch import ForwardBatch, MultiItem
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.dtypes import torch_dtype
 from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.linear.convolutions import ShortConvolutions
+from attnmux.core.contract.linear.layer import ConvCall, LinearLayerSpec
+from attnmux.core.contract.linear.states import StatePool
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.linear.convolutions import ShortConvolutions
-from attnmux.core.linear.layer import ConvCall, LinearLayerSpec
-from attnmux.core.linear.states import StatePool
 
 CHANNELS, TAPS = 16, 4
 """Size of the convolution that is rehearsed."""

@@ -342,6 +342,10 @@ class Offer:
         object.__setattr__(self, "names", claims - self.foreign)
         object.__setattr__(self, "claims", claims)
 
+    def excludes(self, other: Offer) -> bool:
+        """Whether this card says that it does not go with the other backend."""
+        return not other.names.isdisjoint(self.card.excludes)
+
     def versions(self, libraries: Libraries = installed_version) -> Mapping[str, str]:
         """The versions of the plugin and of the card's libraries that are installed."""
         named = sorted(self.card.libraries())

@@ -48,6 +48,11 @@ class Condition(ABC):
     def __reduce__(self) -> str | tuple[object, ...]:
         return type(self), self._parts()
 
+    @property
+    def listed(self) -> tuple[Value, ...]:
+        """The served values, if the condition lists them."""
+        return ()
+
     @abstractmethod
     def admits(self, value: Value) -> bool:
         """Whether the backend serves `value`."""
@@ -104,6 +109,10 @@ def _check(condition: str, given: Iterable[object], types: Sequence[type], expec
 class OneOf(Condition):
     __slots__ = ("values",)
     values: tuple[Value, ...]
+
+    @property
+    def listed(self) -> tuple[Value, ...]:
+        return self.values
 
     def admits(self, value: Value) -> bool:
         return value in self.values

@@ -41,6 +41,21 @@ class Choice(Fact):
     def __post_init__(self) -> None:
         read_fields(self, self.noun)
 
+    @classmethod
+    def of(cls, offer: Offer, given: Mapping[str, OptionValue], origin: str = "") -> Choice:
+        """given: the options that are set, of their own types."""
+        return cls(
+            backend=offer.card.name,
+            plugin=offer.plugin,
+            factory=offer.card.factory,
+            options=offer.card.complete(given),
+            distribution=offer.distribution,
+            version=offer.version,
+            tree_masks=offer.card.tree_masks,
+            virtual_requests=offer.card.virtual_requests,
+            origin=origin,
+        )
+
     @property
     def address(self) -> str:
         """`plugin/name`."""
@@ -76,21 +91,6 @@ class SizeRange(Fact):
         if self.most is None:
             return f"{self.least} and more"
         return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
-
-
-def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") -> Choice:
-    """The choice of an offer; `given` are its options from `read_options`, without defaults."""
-    return Choice(
-        backend=offer.card.name,
-        plugin=offer.plugin,
-        factory=offer.card.factory,
-        options=offer.card.complete(given),
-        distribution=offer.distribution,
-        version=offer.version,
-        tree_masks=offer.card.tree_masks,
-        virtual_requests=offer.card.virtual_requests,
-        origin=origin,
-    )
 
 
 def disagreements(

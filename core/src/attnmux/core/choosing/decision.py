@@ -14,7 +14,6 @@ from attnmux.core.choosing.choice import Choice, SizeRange, disagreements
 from attnmux.core.choosing.part import Served
 from attnmux.core.choosing.parts import DISPENSABLE, Parts, absence, demanded, installed_part
 from attnmux.core.choosing.summary import summary
-from attnmux.core.facts.derived import group_requests
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.fields import read_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain_fields
@@ -65,7 +64,7 @@ class Decision(Plain):
     def of_groups(
         cls, groups: Sequence[Decision], other_layers: tuple[LayerGroup, ...]
     ) -> Decision:
-        """One decision of those for `group_requests`."""
+        """One decision of those for `Request.groups`."""
         first, *others = groups
         if not others:
             return first
@@ -74,11 +73,11 @@ class Decision(Plain):
 
     @property
     def groups(self) -> tuple[Decision, ...]:
-        """The decision about each group of layers that are alike, as `group_requests` has
+        """The decision about each group of layers that are alike, as `Request.groups` has
         them: itself where all layers are."""
         if not self.others:
             return (self,)
-        return replace(self, request=group_requests(self.request)[0], others=()), *self.others
+        return replace(self, request=self.request.groups()[0], others=()), *self.others
 
     @property
     def choices(self) -> tuple[tuple[str, Choice], ...]:

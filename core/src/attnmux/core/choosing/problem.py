@@ -140,7 +140,7 @@ def opposed(offers: Sequence[Offer]) -> Opposed:
     found: dict[str, set[str]] = {}
     for offer in offers:
         for other in offers if offer.card.excludes else ():
-            if other is not offer and not other.names.isdisjoint(offer.card.excludes):
+            if other is not offer and offer.excludes(other):
                 found.setdefault(offer.address, set()).add(other.address)
                 found.setdefault(other.address, set()).add(offer.address)
     return {address: frozenset(others) for address, others in found.items()}

@@ -17,7 +17,7 @@ from attnmux.core.choosing.assignments import (
     coercions,
 )
 from attnmux.core.choosing.checking import Accuracy, Ranking, by_card, prior_rank, standing
-from attnmux.core.choosing.choice import choice_of
+from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.parts import DISPENSABLE, Parts, absence, installed_part
 from attnmux.core.choosing.problem import (
@@ -29,7 +29,6 @@ from attnmux.core.choosing.problem import (
 from attnmux.core.choosing.requirements import caveats
 from attnmux.core.choosing.verdicts import refusal, verdicts
 from attnmux.core.choosing.with_parts import Asking, inside_first, left_by, parts_of
-from attnmux.core.facts.derived import group_requests
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import Deferred, FrozenMapping
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version
@@ -90,7 +89,7 @@ def solve(
     def main(left: Request) -> list[Decision]:
         problems = [
             _problem(each, platform, offers, policy, libraries, ranking, accuracy)
-            for each in group_requests(left)
+            for each in left.groups()
         ]
         return _decided(left, problems, libraries or installed_version)
 
@@ -218,7 +217,7 @@ def _decision(
     for group, offer in zip(problem.groups, best.winners, strict=True):
         # A companion has no origin: the user named another backend
         origin = "" if group.coercion else problem.policy.origin_of(group.lead)
-        choice = choice_of(offer, given.get(offer.address, {}), origin)
+        choice = Choice.of(offer, given.get(offer.address, {}), origin)
         chosen.update(dict.fromkeys(group.phases, choice))
     return Decision(
         platform=problem.platform,

@@ -10,7 +10,6 @@ from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.part import Ask, Part
 from attnmux.core.choosing.parts import DISPENSABLE, Parts, absence, demanded
-from attnmux.core.facts.derived import group_requests
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.policy import NAMING, Policy
@@ -78,9 +77,7 @@ class Asking:
         if not parts:
             return Decision.of_groups(mains, request.other_layers)
         found: list[Decision] = []
-        for main, asked, own in zip(
-            mains, group_requests(request), group_requests(left), strict=True
-        ):
+        for main, asked, own in zip(mains, request.groups(), left.groups(), strict=True):
             decision = replace(main, request=_restored(main.request, asked, own))
             for name, part in parts:
                 if part.around == "layers" and not (name in demanded(asked) and part.wants(asked)):

@@ -12,7 +12,7 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.dtype_hint import dtype_hint
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.run import Run
-from attnmux.core.facts.errors import AttnmuxError, InvalidInput, NoBackend, UnknownModel
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput, NoBackend
 from attnmux.core.facts.libraries import entry_points, installed_version
 from attnmux.core.facts.platform import GRAMMAR, Platform
 from attnmux.core.facts.policy import Policy
@@ -75,7 +75,7 @@ def requested(
 
     skip: layers without the KV dtype. assume: called with what is assumed of an unknown model type;
     None assumes nothing.
-    Raises UnknownModel for a type of whose attention nothing is known, and InvalidInput for a model
+    Raises NoBackend for a type of whose attention nothing is known, and InvalidInput for a model
     or fields that cannot be read, for layers that cannot be skipped, and for `tp` and `skip`
     without a model.
     """
@@ -92,8 +92,8 @@ def requested(
         read = partial(read, model, tp=tp, dtype=known.dtype, kv_dtype=known.kv_dtype)
         try:
             request = read(kv_dtype_skip=skip)
-        except UnknownModel as unknown:
-            if assume is None:
+        except NoBackend as unknown:
+            if assume is None or not unknown.assumed:
                 raise
             assume(unknown.assumed)
             request = read(kv_dtype_skip=skip, assume=True)

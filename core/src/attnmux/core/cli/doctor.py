@@ -13,7 +13,7 @@ from rich.text import Text
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
 from attnmux.core.cli.here import ELSEWHERE, LACKING, READY, Backend
 from attnmux.core.cli.render import render_platforms
-from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.run import Run, common_options
 from attnmux.core.cli.tables import (
     BROKEN,
     plain_console,
@@ -43,7 +43,6 @@ PROBLEMS = 1
     help="Seconds that one plugin may take to load, and again to answer.",
 )
 @common_options
-@pass_run
 def doctor(run: Run, seconds: int, as_json: bool) -> int:
     """List the devices of this machine, the plugins that work, and what is broken or missing.
 

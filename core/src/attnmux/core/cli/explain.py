@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import click
 
 from attnmux.core.cli.completion import completing
-from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.run import Run, common_options
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.axis import Axis
 from attnmux.core.facts.checks import nearest
@@ -58,7 +58,6 @@ CODES = completing(meanings)
     "codes", nargs=-1, metavar="[CODE]...", shell_complete=completing(lambda: meanings())
 )
 @common_options
-@pass_run
 def explain(run: Run, as_json: bool, codes: tuple[str, ...]) -> None:
     """Explain the codes of `select --json`, and what helps. Without CODE, explain all of them."""
     known = meanings()

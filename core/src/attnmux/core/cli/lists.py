@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from attnmux.core.cli.here import Backend, backends_here
-from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.run import Run, common_options
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.frozen import plain
 
@@ -15,7 +15,6 @@ from attnmux.core.facts.frozen import plain
 @click.command()
 @click.option("--all", "every", is_flag=True, help="Those for other hardware too, a row each.")
 @common_options
-@pass_run
 def backends(run: Run, as_json: bool, every: bool) -> None:
     """List the backends of the installed plugins, and what each lacks to run here."""
     settings = run.settings()
@@ -55,7 +54,6 @@ def _described(backend: Backend) -> dict[str, Any]:
 
 @click.command()
 @common_options
-@pass_run
 def platforms(run: Run, as_json: bool) -> None:
     """List the devices of this machine, and those that no plugin serves."""
     settings = run.settings()

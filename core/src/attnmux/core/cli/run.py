@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from attnmux.core.facts.launches import TunedLaunch
     from attnmux.core.measured.measurement import Measurement
 
-F = TypeVar("F", bound=Callable[..., Any])
 
 UNWRITABLE = (errno.ENOSPC, errno.EPIPE)
 USAGE, NOTHING_FITS, FAILURE, INTERRUPTED, TERMINATED = 2, 3, 1, 130, 143
@@ -207,9 +206,6 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-pass_run = click.make_pass_decorator(Run)
-
-
 def _set(ctx: click.Context, option: click.Parameter, value: bool) -> None:
     """Note the option in the field of the run that has its name."""
     run = ctx.find_object(Run)
@@ -225,8 +221,10 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
     return value
 
 
-def common_options(command: F) -> F:
-    """The options of every verb: --json, --no-plugins and --debug."""
+def common_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every verb, --json, --no-plugins and --debug, and its `Run` as the first
+    argument."""
+    command: Callable[..., Any] = click.make_pass_decorator(Run)(verb)
     for name, said in (
         ("--debug", "Show the traceback of an error."),
         ("--no-plugins", "Load no plugin."),

@@ -14,7 +14,7 @@ from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import ASSUME, Asked, ask, requested
 from attnmux.core.cli.completion import BACKENDS, ENGINES, PLATFORMS
-from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.run import Run, common_options
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import defaults, plain
 from attnmux.core.facts.libraries import canonical
@@ -83,7 +83,6 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 )
 @click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
 @common_options
-@pass_run
 def select(
     run: Run,
     /,

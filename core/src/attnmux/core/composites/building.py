@@ -15,7 +15,6 @@ from attnmux.core.composites.factories import around, make_backend
 from attnmux.core.composites.layer_groups import LayerGroupsBackend, group_contexts
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.dtypes import dtype_name
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.engines.device_platforms import check_device
 from attnmux.core.facts.errors import BackendFailed, InvalidInput
@@ -140,7 +139,7 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
         )
     for group, own in group_contexts(decision, context):
         for dtype in own.token_to_kv_pool.dtypes:
-            _check_pool("KV dtype", dtype_name(dtype), group.kv_dtype)
+            _check_pool("KV dtype", Request.canonical_dtype(dtype), group.kv_dtype)
         _check_layers(own.layers, group.request)
 
 

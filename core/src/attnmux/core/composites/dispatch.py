@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.latent import UpProjection
 from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.steps import StepBackend, prepared
 from attnmux.core.facts.errors import InvalidInput
 

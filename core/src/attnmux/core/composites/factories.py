@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,16 +16,17 @@ from attnmux.core.composites.local_attention import with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.linear.backend import LinearAttentionBackend
 from attnmux.core.facts.errors import (
     AttnmuxError,
     BackendFailed,
     InvalidInput,
 )
-from attnmux.core.facts.values import TreeMask
-from attnmux.core.linear.backend import LinearAttentionBackend
 
 MakeBackend = Callable[[BackendContext, Sequence[str]], AttentionBackend]
 """Makes a backend of a context for some phases."""
+
+Factory = Callable[[BackendContext, Mapping[str, object]], object]
 
 
 def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
@@ -45,42 +46,32 @@ def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
     return inner
 
 
-def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
+def make_backend(
+    choice: Choice, context: BackendContext, factory: Factory | None = None
+) -> AttentionBackend:
     """The chosen attention backend, which gets the masks of draft trees in a form that it reads,
-    and attention chunks as virtual requests where its card says so.
+    and attention chunks as virtual requests if its card says so.
 
-    Raises BackendFailed where its factory cannot be imported or fails, AttnmuxError where the
-    factory makes something else.
+    factory: called in place of the choice's.
+    Raises BackendFailed if the factory cannot be imported or fails, AttnmuxError if it makes
+    something else, and InvalidInput for chunks that are not whole pages of the pool.
     """
 
     def make(context: BackendContext) -> AttentionBackend:
-        backend = _called(choice, context)
+        backend = _called(choice, context, factory)
         if not isinstance(backend, AttentionBackend):
             raise _misfit(choice, backend)
         return backend
 
-    return make_served(make, context, choice.tree_masks, virtual_requests=choice.virtual_requests)
+    made = with_virtual_requests(make, context) if choice.virtual_requests else make(context)
+    return with_mask_forms(made, choice.tree_masks)
 
 
-def make_served(
-    make: Callable[[BackendContext], AttentionBackend],
-    context: BackendContext,
-    tree_masks: tuple[TreeMask, ...],
-    *,
-    virtual_requests: bool,
-) -> AttentionBackend:
-    """The backend that `make` returns, with the masks and virtual requests that core adds.
-
-    tree_masks, virtual_requests: the card's. Raises what `make` raises, and InvalidInput for chunks
-    that are not whole pages of the pool.
-    """
-    made = with_virtual_requests(make, context) if virtual_requests else make(context)
-    return with_mask_forms(made, tree_masks)
-
-
-def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBackend:
+def make_linear(
+    choice: Choice, context: BackendContext, factory: Factory | None = None
+) -> LinearAttentionBackend:
     """The chosen backend of linear layers. Raises as `make_backend` does."""
-    backend = _called(choice, context)
+    backend = _called(choice, context, factory)
     if not isinstance(backend, LinearAttentionBackend):
         raise _misfit(choice, backend)
     return backend
@@ -90,11 +81,11 @@ def _misfit(choice: Choice, made: object) -> AttnmuxError:
     return AttnmuxError(f"{choice.address}: {choice.factory} made a {type(made).__name__}")
 
 
-def _called(choice: Choice, context: BackendContext) -> object:
+def _called(choice: Choice, context: BackendContext, factory: Factory | None) -> object:
     """What the factory of a choice makes."""
     name = choice.address
     try:
-        made: object = pkgutil.resolve_name(choice.factory)(context, choice.options)
+        made: object = (factory or pkgutil.resolve_name(choice.factory))(context, choice.options)
     except BackendFailed as failure:
         raise BackendFailed(name, failure.reason, hint=failure.hint) from failure
     except (AttnmuxError, torch.OutOfMemoryError):

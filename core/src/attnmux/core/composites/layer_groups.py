@@ -11,10 +11,11 @@ import torch
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import CompositeBackend, MemberSteps, Route
 from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import shape_said

@@ -13,11 +13,12 @@ from dataclasses import replace
 from msgspec import structs
 
 from attnmux.core.composites.dispatch import CompositeBackend, MemberSteps, Route
-from attnmux.core.composites.virtual_requests import room_for_decoding, virtual_step
+from attnmux.core.composites.virtual_requests import virtual_step
 from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.steps import FixedTensors
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
@@ -99,7 +100,7 @@ class LocalAttnBackend(CompositeBackend):
             raise GraphUnsupported("drafts in layers with attention chunks are not captured")
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         for fixed in self._fixed.values():
-            fixed.add(**room_for_decoding(max_bs, self.context.device))
+            fixed.add_decoding(max_bs, self.context.device)
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnmux.core.adapters.indices.ragged import cu_seqlens
+from attnmux.core.adapters.indices.segments import segment_of_place
 from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.ragged import cu_seqlens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,15 +74,6 @@ def most_pieces(batch: ForwardBatch, chunk_len: int) -> int:
     n consecutive tokens lie in at most 2 + n // chunk_len chunks.
     """
     return 2 * batch.batch_size + batch.num_tokens // chunk_len + 1
-
-
-def room_for_decoding(max_bs: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What graphs of decode steps over virtual requests read, for `FixedTensors.add`."""
-    return {
-        "req_pool_indices": torch.arange(1, max_bs + 1, device=device),
-        "seq_lens": torch.ones(max_bs, dtype=torch.int32, device=device),
-        "positions": torch.zeros(max_bs, dtype=torch.int64, device=device),
-    }
 
 
 def virtual_step(

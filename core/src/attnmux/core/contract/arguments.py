@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from attnmux.core.contract.batch import ForwardBatch
@@ -57,14 +59,6 @@ def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> i
             "req_to_token", got=described(table), expected="contiguous int32 [rows, max_context]"
         )
     return check_vector("req_pool_indices", req_pool_indices, torch.int64)
-
-
-def check_lookup(req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor) -> int:
-    """The number of tokens. Raises InvalidInput as `check_table` for `rows` of the table, one a
-    token, and unless topk_indices is int32 [num_tokens, topk]."""
-    num_tokens = check_table(req_to_token, rows)
-    check_picks(topk_indices, num_tokens)
-    return num_tokens
 
 
 def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:
@@ -223,19 +217,35 @@ def _check_new_kv(call: AttentionCall, num_tokens: int, device: torch.device) ->
 def check_tensor(
     argument: str,
     tensor: torch.Tensor | None,
-    shape: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype | None = None,
+    shape: Sequence[int | str],
+    device: torch.device | None = None,
+    *dtypes: torch.dtype,
 ) -> None:
-    """Raise InvalidInput unless there is a tensor of that shape, device and dtype (None: any)."""
+    """Raise InvalidInput unless there is a tensor of that shape and device and one of the dtypes.
+
+    shape: a word, such as "T", is a dim of any size. Without device or dtypes any are accepted.
+    """
     if tensor is None:
-        raise InvalidInput(argument, got=None, expected=f"shape {shape}")
-    if tensor.shape != shape:
-        raise InvalidInput(argument, got=f"shape {tuple(tensor.shape)}", expected=f"shape {shape}")
-    if dtype is not None and tensor.dtype != dtype:
-        raise InvalidInput(argument, got=tensor.dtype, expected=str(dtype))
-    if tensor.device != device:  # each layer of each step comes here: no call where all is well
+        raise InvalidInput(argument, got=None, expected=f"shape {_shape_said(shape)}")
+    if tensor.shape != shape and not _fits(tensor.shape, shape):
+        got = f"shape {tuple(tensor.shape)}"
+        raise InvalidInput(argument, got=got, expected=f"shape {_shape_said(shape)}")
+    if dtypes and tensor.dtype not in dtypes:
+        *most, last = (str(dtype) for dtype in dtypes)
+        expected = f"{', '.join(most)} or {last}" if most else last
+        raise InvalidInput(argument, got=tensor.dtype, expected=expected)
+    # Each layer of each step comes here: no call if all is well
+    if device is not None and tensor.device != device:
         check_device(argument, tensor, device)
+
+
+def _fits(shape: torch.Size, wanted: Sequence[int | str]) -> bool:
+    sizes = zip(shape, wanted, strict=False)
+    return len(shape) == len(wanted) and all(isinstance(w, str) or w == n for n, w in sizes)
+
+
+def _shape_said(shape: Sequence[int | str]) -> str:
+    return str(tuple(shape)).replace("'", "")
 
 
 def check_device(argument: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -18,14 +18,14 @@ from typing import final
 import torch
 
 from attnmux.core.contract.arguments import check_call, check_fields, check_result
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
-from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.context import BackendContext, LinearLayers
 from attnmux.core.contract.debug import check_batch, check_picks, check_tensors, check_types
 from attnmux.core.contract.dtypes import torch_dtype
 from attnmux.core.contract.latent import UpProjection
 from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.linear import LinearLayers
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.sinks import refresh_sinks
 from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
 from attnmux.core.facts.errors import InvalidInput

@@ -1,11 +1,12 @@
-"""One step of a model: its forward mode and its batch."""
+"""One step of a model: its batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.facts.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -13,40 +14,6 @@ if TYPE_CHECKING:
 
     from attnmux.core.contract.spec import SpecInput
     from attnmux.core.facts.values import TreeMask
-
-
-class ForwardMode(Enum):
-    """The kind of a step. Every mode but DECODE and IDLE may have many new tokens a request."""
-
-    EXTEND = auto()
-    """New tokens on top of a cached prefix, which may be empty."""
-    DECODE = auto()
-    """One new token a request."""
-    MIXED = auto()
-    """Extending and decoding requests in one step; a decoding one extends by a single token. Where
-    the decoding ones are first or last, backends can serve them as in a decode step."""
-    IDLE = auto()
-    """No requests on this rank, which only takes part in collectives."""
-    TARGET_VERIFY = auto()
-    """The target model scores the draft tokens of each request."""
-    DRAFT_EXTEND = auto()
-    """The draft model processes the tokens that were accepted."""
-
-    def is_decode(self) -> bool:
-        return self is ForwardMode.DECODE
-
-    def is_decode_or_idle(self) -> bool:
-        return self is ForwardMode.DECODE or self is ForwardMode.IDLE
-
-    def is_extend(self) -> bool:
-        """Whether steps of the mode go to `forward_extend`: all but DECODE and IDLE."""
-        return not self.is_decode_or_idle()
-
-    def is_target_verify(self) -> bool:
-        return self is ForwardMode.TARGET_VERIFY
-
-    def is_draft_extend(self) -> bool:
-        return self is ForwardMode.DRAFT_EXTEND
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -226,3 +193,64 @@ class ForwardBatch:
             tbo_children=(),
             **modes,  # type: ignore[arg-type]  # fields by name
         )
+
+    def part(self, first: int, last: int, *, first_token: int, last_token: int) -> ForwardBatch:
+        """`slice` with the requests' own masks and items.
+
+        The sizes of whole masks follow from the lengths, which are read from the device without a
+        host mirror.
+        """
+        part = self.slice(first, last, first_token=first_token, last_token=last_token)
+        spec, items = self.spec_info, self.multi_item
+        if spec is not None:
+            sizes = None if spec.custom_mask is None else self._mask_sizes()
+            part = replace(part, spec_info=spec.of_requests(first, last, sizes))
+        if items is not None:
+            own = MultiItem(
+                prefix_lens=items.prefix_lens[first:last],
+                token_pos_in_items=items.token_pos_in_items[first_token:last_token],
+            )
+            part = replace(part, multi_item=own)
+        return part
+
+    def with_halves(self) -> ForwardBatch:
+        """The step with its halves as `tbo_children`.
+
+        Steps with as many new tokens for each request (DECODE, TARGET_VERIFY) are cut after B // 2
+        requests, others at the request that leaves the new tokens most even. No request is cut, so
+        a half may be empty. Lengths without a host mirror are read from the device.
+        Raises InvalidInput for new encoder tokens, whose requests no batch names.
+        """
+        if self.encoder_out_cache_loc is not None and self.encoder_out_cache_loc.numel():
+            raise InvalidInput(
+                "encoder_out_cache_loc",
+                got=f"slots of {self.encoder_out_cache_loc.numel()} encoder tokens",
+                expected="none in a step of two batches: run it whole",
+            )
+        ends = [0, *accumulate(self._new_tokens())]
+        size, last_token = self.batch_size, self.num_tokens
+        middle = size // 2
+        if self.forward_mode.is_extend() and not self.forward_mode.is_target_verify():
+            middle = min(range(size + 1), key=lambda request: abs(2 * ends[request] - ends[-1]))
+        # Rows after the last request's are padding, and stay with it
+        cut = ends[middle] if middle < size else last_token
+        halves = (
+            self.part(0, middle, first_token=0, last_token=cut),
+            self.part(middle, size, first_token=cut, last_token=last_token),
+        )
+        return replace(self, tbo_children=halves)
+
+    def _mask_sizes(self) -> list[int]:
+        """Values of each request in a whole mask."""
+        lens = (self.seq_lens if self.seq_lens_cpu is None else self.seq_lens_cpu).tolist()
+        verifies = self.forward_mode.is_target_verify()
+        pairs = zip(self._new_tokens(), lens, strict=True)
+        return [new * (length + new * verifies) for new, length in pairs]
+
+    def _new_tokens(self) -> list[int]:
+        """New tokens of each request."""
+        if not self.forward_mode.is_extend():
+            return [1] * self.batch_size
+        (new, _), mirror = self.extend_lens(), self.extend_seq_lens_cpu
+        found: list[int] = (new if mirror is None else mirror).tolist()
+        return found

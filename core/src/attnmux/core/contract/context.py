@@ -4,21 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attnmux.core.facts.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
 
+    from attnmux.core.contract.batch import ForwardBatch
     from attnmux.core.contract.layer import LayerSpec
-    from attnmux.core.contract.linear import LinearStates
     from attnmux.core.contract.pool import KVPool, KVWriter
     from attnmux.core.contract.tables import RequestTable
     from attnmux.core.contract.workspace import Workspace
     from attnmux.core.facts.launches import TunedLaunch
     from attnmux.core.facts.platform import Platform
     from attnmux.core.facts.request import Request
+
+
+class LinearStates(Protocol):
+    """The states of a model's linear layers: a `LinearStatePool`."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class LinearLayers(Protocol):
+    """The backend of the linear layers of one kind: a `LinearAttentionBackend`, whose
+    `LinearLayerSpec` each call takes."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,  # noqa: ANN401  # its type lies above the contract
+        batch: ForwardBatch,
+        *,
+        g: torch.Tensor,
+        beta: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        layer: Any,  # noqa: ANN401  # as above
+        batch: ForwardBatch,
+        *,
+        bias: torch.Tensor | None = None,
+        silu: bool = False,
+        index: int = 0,
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.values import DTYPES, canonical_dtype
+from attnmux.core.facts.values import canonical_dtype
 
 BLOCK = 16
 """4-bit floats that share a scale, see `contract/quantise.py`."""
@@ -35,7 +35,6 @@ _TORCH_DTYPES = {
     "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
     "fp4_e2m1": torch.float4_e2m1fn_x2,
 }
-_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -45,14 +44,6 @@ def torch_dtype(name: str) -> torch.dtype:
     Raises InvalidInput for any other name.
     """
     return _TORCH_DTYPES[canonical_dtype(name)]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The canonical name of a torch dtype. Raises InvalidInput for a dtype without one."""
-    try:
-        return _NAMES[dtype]
-    except KeyError:
-        raise InvalidInput("dtype", got=dtype, expected=f"one of {', '.join(DTYPES)}") from None
 
 
 def checked_scale(scale: float | None) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from attnmux.core.contract.sinks import SinkCopies
 from attnmux.core.facts.checks import is_whole
 from attnmux.core.facts.errors import AttnmuxError, InvalidInput
+from attnmux.core.facts.layer_fields import layer_fields
+from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import canonical_dtype
 
 
@@ -72,6 +74,17 @@ class LayerSpec:
     pool stores unquantised, or that come with the call, have no scale."""
     sink_copies: SinkCopies = field(default_factory=SinkCopies, repr=False)
     """Shared with copies of the layer that `dataclasses.replace` makes."""
+
+    @classmethod
+    def of(cls, request: Request, layer_id: int, **fields: Any) -> LayerSpec:  # noqa: ANN401  # of any type
+        """A layer with the request's heads, dims, window, chunks and cap, scaled by
+        head_dim ** -0.5.
+
+        fields: those that differ, such as `scaling`, `sinks` or `is_cross_attention`.
+        Raises InvalidInput for a request without heads or dims, of kind "dual_chunk" or of linear
+        layers, and if the request has sinks or biases and `fields` do not.
+        """
+        return cls(**{"layer_id": layer_id, **layer_fields(request, fields), **fields})
 
     def __post_init__(self) -> None:
         if self.kv_dtype is not None:

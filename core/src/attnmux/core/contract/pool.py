@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.contract.arguments import check_device, check_vector, check_whole_pages
+from attnmux.core.contract.arguments import check_vector, check_whole_pages
 from attnmux.core.contract.dtypes import (
     ACTIVATION_DTYPES,
     FP4_DTYPE,
@@ -36,6 +36,7 @@ class KVPool(ABC):
     `get_scale_buffers`.
     """
 
+    ACTIVATION_DTYPES = ACTIVATION_DTYPES
     FP8_DTYPES = FP8_DTYPES
     allocate_zeroed = staticmethod(allocate_zeroed)
     free_memory = staticmethod(free_memory)
@@ -271,24 +272,6 @@ class KVPool(ABC):
             raise InvalidInput(
                 "layer_id", got=layer_id, expected=f"one of {list(self.layer_ids)}"
             ) from None
-
-    @staticmethod
-    def check_loc(loc: torch.Tensor) -> int:
-        """The number of slots in loc. Raises InvalidInput unless loc is a vector of int64."""
-        return check_vector("loc", loc, torch.int64)
-
-    @staticmethod
-    def check_rows(
-        argument: str, rows: torch.Tensor, shape: tuple[int, ...], loc: torch.Tensor
-    ) -> None:
-        """Raise InvalidInput unless rows has that shape, an activation dtype and loc's device."""
-        if rows.shape != shape:
-            raise InvalidInput(
-                argument, got=f"shape {tuple(rows.shape)}", expected=f"shape {shape}"
-            )
-        if rows.dtype not in ACTIVATION_DTYPES:
-            raise InvalidInput(argument, got=rows.dtype, expected="bfloat16, float16 or float32")
-        check_device(argument, rows, loc.device)
 
 
 class KVWriter(Protocol):

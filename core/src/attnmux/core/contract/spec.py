@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import TreeMask
 
 FORMS: dict[str, TreeMask] = {
@@ -52,6 +53,28 @@ class SpecInput:
         """The form of the mask; None without one."""
         return None if self.mask_field is None else FORMS[self.mask_field]
 
+    def of_requests(self, first: int, last: int, sizes: Sequence[int] | None = None) -> SpecInput:
+        """The masks of requests [first, last), as views.
+
+        sizes: values of each request in a whole mask, which stays as it is without them.
+        """
+        mask, indptr = self.custom_mask, self.mask_indptr
+        if mask is not None and sizes is not None:
+            ends = [0, *accumulate(sizes)]
+            return replace(
+                self,
+                custom_mask=mask[ends[first] : ends[last]],
+                mask_indptr=None if indptr is None else indptr[first : last + 1] - indptr[first],
+            )
+        visible, bits = self.visible, self.visible_bits
+        if visible is None and bits is None:
+            return self
+        return replace(
+            self,
+            visible=None if visible is None else visible[first:last],
+            visible_bits=None if bits is None else bits[first:last],
+        )
+
     def visible_drafts(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """`visible`, whatever form the mask has; causal for chains. seq_lens: [B] int32, prefixes.
 
@@ -72,31 +95,6 @@ class SpecInput:
         starts = indptr[: len(seq_lens)].long()
         rows = starts.view(-1, 1, 1) + order.view(-1, 1) * (prefix + drafts)
         return self.custom_mask[rows + prefix + order]
-
-
-def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
-    """The draft tokens that each draft token sees: itself and its ancestors.
-
-    parents: [B, d] int; the parent of each draft token, at most d - 1; the root's is -1.
-    Returns [B, d, d] bool; row i has the tokens that i sees.
-    Raises InvalidInput, on a CPU, for a parent that does not precede its child.
-    """
-    if parents.dim() != 2:
-        raise InvalidInput("parents", got=f"shape {tuple(parents.shape)}", expected="[B, d]")
-    batch_size, num_tokens = parents.shape
-    order = torch.arange(num_tokens, device=parents.device)
-    if parents.is_cpu and bool((parents >= order).any()):
-        raise InvalidInput(
-            "parents", got="a parent at or after its child", expected="parents in draft order"
-        )
-    reach = torch.eye(num_tokens, dtype=torch.float32, device=parents.device)
-    reach = reach.repeat(batch_size, 1, 1)
-    has_parent = (parents >= 0).unsqueeze(-1)
-    reach.scatter_add_(2, parents.clamp(min=0).long().unsqueeze(-1), has_parent.float())
-    reach.clamp_(max=1)
-    for _ in range(max(num_tokens - 1, 0).bit_length()):
-        reach = (reach @ reach).clamp_(max=1)
-    return reach > 0
 
 
 def whole_mask(

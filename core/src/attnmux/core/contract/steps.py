@@ -76,6 +76,16 @@ class FixedTensors:
         if not any(_fits(tensors, known) for known in self._sets):
             self._sets.append(tensors)
 
+    def add_decoding(self, max_bs: int, device: torch.device) -> None:
+        """A set for decode steps of requests that lie in rows 1 to `max_bs` of a table."""
+        import torch  # noqa: PLC0415  # the contract of steps loads without
+
+        self.add(
+            req_pool_indices=torch.arange(1, max_bs + 1, device=device),
+            seq_lens=torch.ones(max_bs, dtype=torch.int32, device=device),
+            positions=torch.zeros(max_bs, dtype=torch.int64, device=device),
+        )
+
     def holding(self, step: S) -> S:
         """The step, a dataclass, with copies of its fields in views of a set. Without room it stays
         where it is."""

@@ -85,18 +85,6 @@ def with_mask(spec: SpecInput, **fields: torch.Tensor) -> SpecInput:
     return replace(spec, **{**none, **fields})
 
 
-def of_requests(spec: SpecInput, first: int, last: int) -> SpecInput:
-    """The masks between drafts of requests [first, last), as views. A whole mask stays as it is."""
-    visible, bits = spec.visible, spec.visible_bits
-    if visible is None and bits is None:
-        return spec
-    return replace(
-        spec,
-        visible=None if visible is None else visible[first:last],
-        visible_bits=None if bits is None else bits[first:last],
-    )
-
-
 def check_trees(batch: ForwardBatch) -> None:
     """Refuse what is no tree: a hidden prefix, a draft that does not see itself, or one that sees
     another without that one's ancestors or a later one. Synchronises.

@@ -1,8 +1,8 @@
-"""Layers, pools and a context from a decision, so that an engine says heads and dims once."""
+"""A context and its pools from a decision, so that an engine says heads and dims once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,48 +14,9 @@ from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
 from attnmux.core.contract.workspace import Workspace
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.request import Request
 from attnmux.core.kv.joined import JoinedKVPool
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
-
-NEEDED = ("num_q_heads", "num_kv_heads", "head_dim")
-LATENT_NEEDED = ("num_q_heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim")
-TENSORS = {
-    "sinks": "sinks",
-    "alibi": "alibi_slopes",
-    "relative_bias": "relative_bias",
-    "index_block_size": "index_block_size",
-}
-"""What a request asks and each layer has to give for itself, by field of the request."""
-
-
-def layer_of(request: Request, layer_id: int, **fields: Any) -> LayerSpec:  # noqa: ANN401  # of LayerSpec
-    """A layer with the request's heads, dims, window, chunks and cap, scaled by head_dim ** -0.5.
-
-    fields: those of `LayerSpec` that differ, such as `scaling`, `sinks` or `is_cross_attention`.
-    Raises InvalidInput for a request without heads or dims, of kind "dual_chunk" or of linear
-    layers, and if the request has sinks or biases and `fields` do not.
-    """
-    _check_describes(request, fields)
-    rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
-    head_dim = request.head_dim or 0
-    kv_heads = 1 if request.latent else request.num_kv_heads
-    window, chunk = request.sliding_window, request.attention_chunk
-    described: dict[str, Any] = {
-        "layer_id": layer_id,
-        "kind": "mla" if request.latent else "mha",
-        "tp_q_head_num": request.num_q_heads,
-        "tp_k_head_num": kv_heads,
-        "tp_v_head_num": kv_heads,
-        "qk_head_dim": rank + rope if request.latent else head_dim,
-        "v_head_dim": rank if request.latent else request.v_head_dim or head_dim,
-        "scaling": head_dim**-0.5,
-        "sliding_window_size": -1 if window is None else window,
-        "attention_chunk_size": chunk or 0,
-        "logit_cap": request.logit_cap or 0.0,
-    }
-    return LayerSpec(**{**described, **fields})
 
 
 def make_context(
@@ -93,19 +54,6 @@ def make_context(
     if "token_to_kv_pool" not in made:
         made["token_to_kv_pool"] = _pool(decision, layers, size, place)
     return BackendContext(**made)
-
-
-def _check_describes(request: Request, fields: Iterable[str]) -> None:
-    if request.is_linear or request.kind == "dual_chunk":
-        expected = "mha, mla or nsa: write a LayerSpec for layers of other kinds"
-        raise InvalidInput("kind", got=request.kind, expected=expected)
-    for name in LATENT_NEEDED if request.latent else NEEDED:
-        if getattr(request, name) is None:
-            raise InvalidInput(f"request.{name}", got=None, expected="a number")
-    for asked, field in TENSORS.items():
-        if getattr(request, asked) and field not in fields:
-            expected = f"{field}=…, since the request has {asked}"
-            raise InvalidInput(field, got="none", expected=expected)
 
 
 def _pool(

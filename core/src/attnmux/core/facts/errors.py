@@ -58,18 +58,12 @@ class PoolExhausted(AttnmuxError):
 class NoBackend(AttnmuxError):
     """No backend serves the request on the platform; `candidates` has the reasons of each."""
 
+    assumed = ""
+    """The assumption under which `--assume` goes on, in words; empty where none helps."""
+
     def __init__(self, message: str, candidates: Sequence[Verdict] = ()) -> None:
         self.candidates = tuple(candidates)
         super().__init__(message)
-
-
-class UnknownModel(NoBackend):
-    """A model type of whose attention nothing is known, so that no backend is chosen for it."""
-
-    def __init__(self, what: str, *, assumption: str) -> None:
-        self.assumed = f"{what}: read as {assumption}"
-        """The assumption under which `--assume` goes on, in words."""
-        super().__init__(f"{self.assumed} only with --assume (in Python: assume=True)")
 
 
 class UnknownBackend(AttnmuxError):
@@ -90,33 +84,12 @@ class GraphUnsupported(AttnmuxError):
     """The backend cannot be captured in a device graph."""
 
 
-class RanksDiffer(AttnmuxError):
-    """Ranks that should run the same and do not. Every rank raises it, before anything runs."""
+class RankError(AttnmuxError):
+    """A rank that does not run with the others; see attnmux-distributed's `RanksDiffer` and
+    `RankFailed`."""
 
-    def __init__(self, what: str, *, by_rank: Sequence[str], hint: str = "") -> None:
-        self.what = what
-        self.by_rank = tuple(by_rank)
-        ranks: dict[str, list[int]] = {}
-        for rank, said in enumerate(by_rank):
-            ranks.setdefault(said, []).append(rank)
-        listed = "; ".join(
-            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {said}"
-            for said, those in ranks.items()
-        )
-        super().__init__(_hinted(f"{what}: expected the same on every rank, got {listed}", hint))
-
-
-class RankFailed(AttnmuxError):
-    """A collective that the other ranks did not complete: one ended, or did not arrive in time."""
-
-    def __init__(self, what: str, *, reason: str, seconds: float) -> None:
-        self.what = what
-        self.reason = reason
-        self.seconds = seconds
-        super().__init__(
-            f"{what}: another rank ended or did not arrive within {seconds:g} s ({reason}); "
-            "its own output says why. Start all ranks again"
-        )
+    is_on_every_rank = False
+    """Whether every rank raises it."""
 
 
 class BackendFailed(AttnmuxError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 from attnmux.core.facts.fields import Check, read_fields
 from attnmux.core.facts.frozen import Plain
@@ -17,8 +17,6 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.records import MICROSECONDS, Device, Microseconds, Record
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue
-
-T = TypeVar("T")
 
 Values = Annotated[Mapping[str, OptionValue], Check("numbers and words by name")]
 
@@ -56,20 +54,13 @@ class TunedLaunch(Record):
         )
 
 
-class Together:
-    """Calls a function on all ranks at the same time: here of a single process; attnmux-testing has
-    one of several."""
+Measure = Callable[[], tuple[Any, Sequence[float]]]
 
-    def __call__(
-        self, measure: Callable[[], tuple[T, Sequence[float]]], /
-    ) -> tuple[T, tuple[float, ...]]:
-        """measure: returns something of this rank, and figures, as many on each rank.
 
-        Returns the former, and for each figure the largest of all ranks. Raises on every rank if
-        `measure` raises on one.
-        """
-        made, figures = measure()
-        return made, tuple(figures)
+def alone(measure: Measure, /) -> tuple[Any, tuple[float, ...]]:
+    """Measure on a single rank."""
+    made, figures = measure()
+    return made, tuple(figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +77,11 @@ class Job:
     """All options of the backend."""
     launches: tuple[TunedLaunch, ...] = ()
     """See `BackendContext.launches`."""
-    together: Together = Together()  # noqa: RUF009  # without state
-    """A tuner that goes on from the fastest launch measures by it, so that all ranks of a group try
+    together: Callable[[Measure], tuple[Any, tuple[float, ...]]] = alone
+    """Calls a function on all ranks at the same time, which returns something of its rank, and
+    figures, as many on each rank. Returns the former, and for each figure the largest of all ranks.
+    Raises on every rank if the function raises on one.
+    A tuner that goes on from the fastest launch measures by it, so that all ranks of a group try
     the same launches."""
 
 

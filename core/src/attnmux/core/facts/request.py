@@ -227,6 +227,23 @@ class Request(Plain):
         """The phase whose backend verifies drafts: "decode" or "extend"."""
         return "decode" if self.speculative_attention_mode == "decode" else "extend"
 
+    def groups(self) -> tuple[Request, ...]:
+        """A request for each group of layers that are alike, that of the fields first."""
+        if not self.other_layers:
+            return (self,)
+        first = self.replace(origin="model", other_layers=())
+        plain = first.replace(
+            origin="model",
+            linear_layers=(),
+            linear_head_dim=None,
+            linear_v_head_dim=None,
+            multimodal=False,
+            encoder_head_dim=None,
+            phases=tuple(phase for phase in self.phases if phase != "encoder"),
+        )
+        others = (plain.replace(origin="model", **group.needs()) for group in self.other_layers)
+        return (first, *others)
+
     def to_dict(self) -> dict[str, Any]:
         layers = {
             "compressed_layers": dict(self.compressed_layers),

@@ -40,6 +40,7 @@ ALIASES = {
     "float8_e5m2": "fp8_e5m2",
     "float8_e4m3fnuz": "fp8_e4m3fnuz",
     "fp4": "fp4_e2m1",
+    "float4_e2m1fn_x2": "fp4_e2m1",
 }
 """Other names of dtypes."""
 
@@ -56,14 +57,14 @@ TREE_MASKS: tuple[TreeMask, ...] = ("qlen_only", "qlen_only_bitpacking", "full")
 """All forms, for a backend that takes each of them through `visible_drafts`."""
 
 
-def canonical_dtype(name: str, argument: str = "dtype") -> str:
-    """The canonical name of a dtype or of its alias; a leading "torch." is allowed.
+def canonical_dtype(name: object, argument: str = "dtype") -> str:
+    """The canonical name of a dtype, which is given by that name, by an alias or as torch's dtype.
 
     Raises InvalidInput, naming `argument`, for any other name.
     """
     if name in DTYPES:  # the search reads its own values again and again
-        return name
-    lowered = name.strip().lower().removeprefix("torch.")
+        return str(name)
+    lowered = str(name).strip().lower().removeprefix("torch.")
     found = ALIASES.get(lowered, lowered)
     if found not in DTYPES:
         expected = f"one of {', '.join(DTYPES)} (aliases: {', '.join(ALIASES)})"

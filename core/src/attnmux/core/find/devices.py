@@ -19,7 +19,6 @@ from attnmux.core.find.unserved import (
     named_device,
     present_vendors,
 )
-from attnmux.core.find.visibility import NO_VARIABLES
 
 CORE = "attnmux-core"
 OWN_SECONDS = 5.0
@@ -59,7 +58,7 @@ def survey(
     *,
     loaded: Collection[str],
     failures: Sequence[PluginFailure],
-    variables: Mapping[str, str] = NO_VARIABLES,
+    variables: Mapping[str, str] = {},
     named: str | None = None,
     seconds: float = OWN_SECONDS,
     root: Path = Path("/"),

@@ -12,13 +12,13 @@ from attnmux.core.cards.installed_files import installed
 from attnmux.core.cards.named import KNOWN_BACKENDS
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import AttnmuxError, InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.libraries import canonical, entry_points, identity
 from attnmux.core.facts.policy import Policy
 from attnmux.core.find.devices import Detection, survey
 from attnmux.core.find.manager import manager
 from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
 from attnmux.core.find.settings import SECONDS, Settings
-from attnmux.core.find.visibility import NO_VARIABLES
 
 GROUP = "attnmux"
 """The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
@@ -38,7 +38,7 @@ class Plugins:
     """How long a probe may take."""
     policy: Policy = field(default_factory=Policy)
     """Which backends the configuration admits."""
-    variables: Mapping[str, str] = NO_VARIABLES
+    variables: Mapping[str, str] = field(default_factory=FrozenMapping)
     """The environment's variables that hide devices."""
     shipped: bool = True
     """Whether offers have the figures that plugins carry."""

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from attnmux.core.facts.frozen import FrozenMapping
-
 T = TypeVar("T")
-
-NO_VARIABLES: Mapping[str, str] = FrozenMapping()
-"""An environment that hides nothing."""
 
 ID_PREFIXES = ("GPU-", "MIG-")
 

@@ -9,11 +9,10 @@ from operator import attrgetter
 import torch
 
 from attnmux.core.contract.arguments import described
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.halves import half_of
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.contract.tree_masks import (
-    of_requests,
     with_mask,
 )
 from attnmux.core.facts.errors import InvalidInput
@@ -185,7 +184,7 @@ class FixedBuffers:
                 mask, indptr = self._masks[number].views(last - first)
                 half = replace(half, spec_info=replace(spec, custom_mask=mask, mask_indptr=indptr))
             elif spec is not None:
-                half = replace(half, spec_info=of_requests(spec, first, last))
+                half = replace(half, spec_info=spec.of_requests(first, last))
             halves.append(half)
         return replace(batch, tbo_children=tuple(halves))
 
@@ -194,7 +193,8 @@ class FixedBuffers:
         parts = _parts(padded_size, self._config)
         for number, (masks, (first, last)) in enumerate(zip(self._masks, parts, strict=False)):
             start, stop = min(first, size), min(last, size)
-            part = half_of(batch, start, stop, start * tokens, stop * tokens) if number else batch
+            own = {"first_token": start * tokens, "last_token": stop * tokens}
+            part = batch.part(start, stop, **own) if number else batch
             masks.load(part, last - first)
 
     def _sources(

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.facts.errors import InvalidInput
 
 Forward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor]], Any]

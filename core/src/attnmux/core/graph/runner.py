@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.op import ForwardContext
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnmux.core.contract.arguments import described
+from attnmux.core.contract.pool import KVPool
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.token_pools import LatentPool, PairPool
 
@@ -57,6 +58,19 @@ class ForeignMLAPool(LatentPool):
         for layer_id, rows in buffers.items():
             _check_buffer(layer_id, rows, first)
         self._hold(buffers, kv_lora_rank, first.shape[2] - kv_lora_rank)
+
+
+def foreign_pool(
+    buffers: Mapping[int, Any], *, page_size: int, kv_lora_rank: int | None = None
+) -> KVPool:
+    """A pool over the engine's cache: nothing is copied.
+
+    buffers: (K, V) by layer id, as `ForeignKVPool` takes them; with the kv_lora_rank of MLA, the
+    rows of `ForeignMLAPool`. Raises InvalidInput for buffers that do not fit.
+    """
+    if kv_lora_rank is None:
+        return ForeignKVPool(buffers, page_size=page_size)
+    return ForeignMLAPool(buffers, page_size=page_size, kv_lora_rank=kv_lora_rank)
 
 
 def _storage(first: torch.Tensor, page_size: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from attnmux.core.contract.arguments import check_tensor
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
 from attnmux.core.facts.errors import InvalidInput
@@ -91,7 +92,7 @@ class JoinedKVPool(KVPool):
         k_scale: float | None = None,
         v_scale: float | None = None,
     ) -> None:
-        KVPool.check_loc(loc)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
         pool, loc = self._pool_of(layer.layer_id), self.translate(loc, layer.layer_id)
         pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale)
 
@@ -103,7 +104,7 @@ class JoinedKVPool(KVPool):
         k_rope: torch.Tensor,
         k_scale: float | None = None,
     ) -> None:
-        KVPool.check_loc(loc)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
         pool, loc = self._pool_of(layer.layer_id), self.translate(loc, layer.layer_id)
         pool.set_mla_kv_buffer(layer, loc, k_nope, k_rope, k_scale)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
+from attnmux.core.contract.arguments import check_tensor
+from attnmux.core.contract.dtypes import ACTIVATION_DTYPES, BLOCK, FP4_DTYPE
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
 from attnmux.core.contract.quantise import (
@@ -56,9 +57,11 @@ class PairPool(KVPool):
         v_scale: float | None = None,
     ) -> None:
         k_buffer, v_buffer = self.get_kv_buffer(layer.layer_id)
-        num_tokens, packed = KVPool.check_loc(loc), 2 if self.dtype == FP4_DTYPE else 1
+        check_tensor("loc", loc, ("T",), None, torch.int64)
+        packed = 2 if self.dtype == FP4_DTYPE else 1
         for name, rows, (_, heads, dim) in (("k", k, k_buffer.shape), ("v", v, v_buffer.shape)):
-            KVPool.check_rows(name, rows, (num_tokens, heads, dim * packed), loc)
+            shape = (len(loc), heads, dim * packed)
+            check_tensor(name, rows, shape, loc.device, *ACTIVATION_DTYPES)
         k, *k_scales = stored_parts(k, self.dtype, k_scale)
         v, *v_scales = stored_parts(v, self.dtype, v_scale)
         k_words, v_words = self._words[layer.layer_id]
@@ -114,9 +117,10 @@ class LatentPool(KVPool):
         k_scale: float | None = None,
     ) -> None:
         self._layer_index(layer.layer_id)
-        num_tokens = KVPool.check_loc(loc)
-        KVPool.check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank), loc)
-        KVPool.check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim), loc)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
+        dims = (("k_nope", k_nope, self.kv_lora_rank), ("k_rope", k_rope, self.qk_rope_head_dim))
+        for name, rows, dim in dims:
+            check_tensor(name, rows, (len(loc), 1, dim), loc.device, *ACTIVATION_DTYPES)
         nope = quantise(k_nope, self.dtype, k_scale)
         rope = quantise(k_rope, self.dtype, k_scale)
         nope_words, rope_words = self._words[layer.layer_id]

@@ -109,14 +109,15 @@ def evidence_of(
 
     libraries: as `facts.libraries.assumed` takes them.
 
-    A measurement of this machine counts with its device and its versions, and an offer's shipped
-    figures on a device of their kind, within their ranges of versions. Neither does for a backend
-    that libraries or `policy` bar. On a platform elsewhere only shipped figures count.
+    A measurement of this machine counts with its device and its versions, unless a current one of
+    the backend for the same phase and shape failed conformance. An offer's shipped figures count on
+    a device of their kind, within their ranges of versions. Neither does for a backend that
+    libraries or `policy` bar. On a platform elsewhere only shipped figures count.
     """
-    policy, offers = policy or Policy(), tuple(offers)
+    policy, offers, device = policy or Policy(), tuple(offers), Device.of(platform)
+    here = [each for each in measurements if platform.is_here and each.device == device]
     carried = {each: offer for offer in offers for each in offer.figures if each.hold_on(platform)}
-    own = current_measurements(measurements, platform, offers, policy, libraries=libraries)
-    if not own and not carried:
+    if not here and not carried:
         return Evidence()
     known = assumed(policy.without, libraries, platform.is_here)
     admitted = {each.address: each for each in offers if not standing(each, policy, known)}
@@ -133,39 +134,20 @@ def evidence_of(
         shipped.append((content, holding, f"measured on {content.device.name} by {who}"))
     return Evidence(
         offers={each.address: each for each in offers},
-        own=own,
+        own=_current(here, admitted, known),
         shipped=tuple(shipped),
         problems=tuple(problems),
     )
 
 
-def current_measurements(
-    measurements: Iterable[Measurement],
-    platform: Platform,
-    offers: Iterable[Offer],
-    policy: Policy | None = None,
-    *,
-    libraries: Libraries | None = None,
+def _current(
+    here: Sequence[Measurement], admitted: Mapping[str, Offer], libraries: Libraries
 ) -> Current:
-    """The measurements that count.
-
-    Their device is `platform` and their versions are those of `libraries`. No current measurement
-    of the backend for the same phase and shape failed conformance, and neither libraries nor
-    `policy` bar the backend. On a platform elsewhere none counts.
-    """
-    policy = policy or Policy()
-    device = Device.of(platform)
-    here = [each for each in measurements if each.device == device]
-    if not platform.is_here or not here:
-        return {}
-    known = assumed(policy.without, libraries, platform.is_here)
-    by_address = {offer.address: offer for offer in offers}
+    """The measurements of admitted backends with their installed versions, without those of a
+    backend that failed conformance in the same phase and shape."""
     current: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
-    for address in sorted({each.backend for each in here} & by_address.keys()):
-        offer = by_address[address]
-        if standing(offer, policy, known):
-            continue
-        versions = offer.versions(known)
+    for address in sorted({each.backend for each in here} & admitted.keys()):
+        versions = admitted[address].versions(libraries)
         own = (each for each in here if each.backend == address and each.versions == versions)
         for each in latest(own):
             found = current.setdefault((each.phase, each.shape), {})

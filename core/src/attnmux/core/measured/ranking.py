@@ -14,7 +14,7 @@ from math import isqrt
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
 from attnmux.core.choosing.checking import Accuracy, Rank, Ranking, prior_rank
-from attnmux.core.choosing.choice import SizeRange, choice_of
+from attnmux.core.choosing.choice import Choice, SizeRange
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.platform import Platform
@@ -26,7 +26,6 @@ from attnmux.core.measured.evidence import (
     Evidence,
     Timed,
     Times,
-    current_measurements,
     evidence_of,
 )
 from attnmux.core.measured.measurement import Measurement
@@ -65,7 +64,8 @@ def accuracy_by(
 ) -> Accuracy:
     """The accuracy of backends for `Decision.check`: as measured on this machine, and by the card
     where nothing was measured."""
-    return by_measurement(current_measurements(measurements, platform, tuple(offers)), platform)
+    plain = (replace(each, figures=()) for each in offers)
+    return by_measurement(evidence_of(measurements, platform, plain).own, platform)
 
 
 def ranking_by(evidence: Evidence) -> Ranking:
@@ -180,7 +180,7 @@ def with_batch_sizes(
             SizeRange(
                 least=_between(sizes, alike[0]) + 1,
                 most=None if alike[-1] + 1 == len(sizes) else _between(sizes, alike[-1] + 1),
-                choice=choice_of(rivals[address], given.get(address, {})),
+                choice=Choice.of(rivals[address], given.get(address, {})),
                 gain=round(1 - share, 4),
             )
         )

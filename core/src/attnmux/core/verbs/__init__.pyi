@@ -1,20 +1,15 @@
 """The public names for authors of commands, each with its module."""
 
-from attnmux.core.cards.conditions import OneOf as OneOf
-from attnmux.core.cards.figures import Figures as Figures
 from attnmux.core.cards.named import offers_named as offers_named
 from attnmux.core.cards.named import read_options as read_options
 from attnmux.core.cards.proof import Proven as Proven
 from attnmux.core.choosing.checking import check as check
 from attnmux.core.choosing.checking import standing as standing
-from attnmux.core.choosing.problem import opposed as opposed
-from attnmux.core.cli.asking import ASSUME as ASSUME
 from attnmux.core.cli.asking import machine as machine
 from attnmux.core.cli.asking import requested as requested
 from attnmux.core.cli.run import FiniteRange as FiniteRange
 from attnmux.core.cli.run import Run as Run
 from attnmux.core.cli.run import common_options as common_options
-from attnmux.core.cli.run import pass_run as pass_run
 from attnmux.core.cli.run import writing as writing
 from attnmux.core.cli.tables import plain_console as plain_console
 from attnmux.core.cli.tables import plain_table as plain_table

@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_exec, get_spec
 
-from attnmux.core import InvalidInput, LayerGroup, LayerSpec, Request, dtype_name
+from attnmux.core import InvalidInput, LayerGroup, LayerSpec, Request
 from attnmux.sglang.asking import OTHER, refuse
 
 
@@ -112,8 +112,8 @@ def request_of(
         "num_kv_heads": first.tp_k_head_num,
         "head_dim": first.qk_head_dim,
         "v_head_dim": None if first.v_head_dim == first.qk_head_dim else first.v_head_dim,
-        "dtype": dtype_name(runner.dtype),
-        "kv_dtype": _kv_dtype(runner.kv_cache_dtype),
+        "dtype": Request.canonical_dtype(runner.dtype),
+        "kv_dtype": Request.canonical_dtype(runner.kv_cache_dtype),
         "page_size": runner.page_size,
         "phases": phases,
         "sliding_window": _largest(layer.sliding_window_size for layer in layers),
@@ -158,11 +158,6 @@ def _group(layer: LayerSpec) -> LayerGroup:
         head_dim=layer.qk_head_dim,
         v_head_dim=layer.v_head_dim,
     )
-
-
-def _kv_dtype(dtype: torch.dtype) -> str:
-    """torch has names of dtypes that no pool of attnmux stores, for packed 4-bit floats."""
-    return "fp4_e2m1" if dtype.itemsize == 1 and "float4" in str(dtype) else dtype_name(dtype)
 
 
 def _largest(windows: Iterator[int]) -> int | None:

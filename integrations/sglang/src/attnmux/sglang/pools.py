@@ -10,12 +10,11 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SglangSWAKVPool
 
 from attnmux.core import (
-    ForeignKVPool,
-    ForeignMLAPool,
     InvalidInput,
     KVPool,
     LayerSpec,
     SWAKVPool,
+    foreign_pool,
 )
 from attnmux.sglang.request_table import ForeignRequestTable
 
@@ -52,7 +51,7 @@ def _check_class(theirs: Any) -> None:  # noqa: ANN401  # any pool of SGLang
 def _buffers(theirs: Any, layers: Sequence[LayerSpec], page_size: int) -> KVPool:  # noqa: ANN401
     if layers[0].kind == "mla":
         rows = {each.layer_id: theirs.get_key_buffer(each.layer_id) for each in layers}
-        return ForeignMLAPool(rows, page_size=page_size, kv_lora_rank=layers[0].v_head_dim)
+        return foreign_pool(rows, page_size=page_size, kv_lora_rank=layers[0].v_head_dim)
     pairs = {
         each.layer_id: (
             theirs.get_key_buffer(each.layer_id),
@@ -60,7 +59,7 @@ def _buffers(theirs: Any, layers: Sequence[LayerSpec], page_size: int) -> KVPool
         )
         for each in layers
     }
-    return ForeignKVPool(pairs, page_size=page_size)
+    return foreign_pool(pairs, page_size=page_size)
 
 
 class SglangWindowPool(SWAKVPool):

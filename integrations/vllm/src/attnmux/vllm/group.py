@@ -14,14 +14,13 @@ from attnmux.core import (
     BackendFailed,
     Chooser,
     Decision,
-    ForeignKVPool,
-    ForeignMLAPool,
     ForwardBatch,
     KVPool,
     LayerSpec,
+    Request,
     Workspace,
     build,
-    dtype_name,
+    foreign_pool,
     make_first,
     torch_dtype,
 )
@@ -189,7 +188,7 @@ def _rehearsal_caches(
 ) -> dict[str, torch.Tensor]:
     """One cache of two pages for all layers, as vLLM binds its own."""
     layer, spec = next(zip(layers.values(), specs.values(), strict=True))
-    stored = torch_dtype(kv_dtype(layer.kv_cache_dtype, dtype_name(dtype)))
+    stored = torch_dtype(kv_dtype(layer.kv_cache_dtype, Request.canonical_dtype(dtype)))
     values = spec.qk_head_dim + (0 if is_latent(layer) else spec.v_head_dim)
     shape = 2, page_size, spec.tp_k_head_num, values
     cache = torch.zeros(shape, dtype=stored, device=device)
@@ -209,7 +208,7 @@ def _pool(
             specs[name].layer_id: slots_of(caches[name].unsqueeze(2), layer)
             for name, layer in layers.items()
         }
-        return ForeignMLAPool(rows, page_size=page_size, kv_lora_rank=first.v_head_dim)
+        return foreign_pool(rows, page_size=page_size, kv_lora_rank=first.v_head_dim)
     buffers = {}
     for name, layer in layers.items():
         # [blocks, Hkv, block, D + Dv]: K and V of a slot lie side by side
@@ -218,7 +217,7 @@ def _pool(
             slots[..., : first.qk_head_dim],
             slots[..., first.qk_head_dim :],
         )
-    return ForeignKVPool(buffers, page_size=page_size)
+    return foreign_pool(buffers, page_size=page_size)
 
 
 def _tell(failure: BackendFailed, decision: Decision) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import envs
 
-from attnmux.core import InvalidInput, LayerSpec, Request, dtype_name, torch_dtype
+from attnmux.core import InvalidInput, LayerSpec, Request, torch_dtype
 from attnmux.vllm.asking import KV_DTYPES, kv_dtype, of_layers, window
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Asked:
 
     def request(self, config: VllmConfig) -> Request:
         """Raises InvalidInput for values that no request can hold, and for what is refused."""
-        model, dtype = config.model_config, dtype_name(self.dtype)
+        model, dtype = config.model_config, Request.canonical_dtype(self.dtype)
         given: dict[str, Any] = {
             "dtype": dtype,
             "kv_dtype": kv_dtype(self.cache_dtype, dtype),
@@ -139,8 +139,8 @@ def request_of(
         "kind": first.kind,
         "num_q_heads": first.tp_q_head_num,
         "num_kv_heads": first.tp_k_head_num,
-        "dtype": dtype_name(dtype),
-        "kv_dtype": kv_dtype(layer.kv_cache_dtype, dtype_name(dtype)),
+        "dtype": Request.canonical_dtype(dtype),
+        "kv_dtype": kv_dtype(layer.kv_cache_dtype, Request.canonical_dtype(dtype)),
         "page_size": page_size,
         "sliding_window": window(max(windows, default=None)),
         "logit_cap": max(spec.logit_cap for spec in specs) or None,

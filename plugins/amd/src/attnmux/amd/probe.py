@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from attnmux.core import AttnmuxError, Platform
-from attnmux.core.plugin import NO_VARIABLES, installed_version, visible_devices
+from attnmux.core.plugin import installed_version, visible_devices
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 ROCM_VERSION = "opt/rocm/.info/version"
@@ -36,7 +36,7 @@ class Device(NamedTuple):
     """ID of the device itself, as its UUID has it; 0 if it is unknown."""
 
 
-def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Platform]:
     """One Platform for each distinct kind of AMD device that ROCm shows; [] without the kernel's
     AMD driver.
 

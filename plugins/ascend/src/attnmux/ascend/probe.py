@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnmux.core import AttnmuxError, Platform
-from attnmux.core.plugin import NO_VARIABLES
 
 NODES = "dev/davinci[0-9]*"
 PCI = "sys/bus/pci/devices"
@@ -58,7 +57,7 @@ class Device(NamedTuple):
     """Bytes; 0 unknown."""
 
 
-def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Platform]:
     """One Platform for each distinct kind of Ascend NPU that CANN shows; [] without device nodes.
 
     Asks `npu-smi info`; where that program is missing, the device nodes are counted and the PCI

@@ -5,8 +5,10 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
+from attnmux.core import Platform
 from attnmux.core.plugin import (
     ANY,
     NONE,
@@ -17,7 +19,6 @@ from attnmux.core.plugin import (
     Figures,
     Prior,
     Verified,
-    bare_cpu,
     between,
     hookimpl,
     includes,
@@ -170,7 +171,7 @@ TORCH_NATIVE = BackendCard(
 )
 
 
-_ARCH = bare_cpu().arch
+_ARCH = Platform.parse(f"cpu:{platform.machine() or 'unknown'}").arch
 _OWN: dict[str, Condition] = {
     "vendor": one_of("cpu"),
     "kv_dtype": one_of(*_UNSCALED, "fp8_e4m3", "fp8_e5m2"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnmux.core import Platform
-from attnmux.core.plugin import NO_VARIABLES, installed_version
+from attnmux.core.plugin import installed_version
 
 CARDS = "sys/class/drm"
 INTEL = "0x8086"
@@ -58,7 +58,7 @@ class Card(NamedTuple):
     tiles: int
 
 
-def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Platform]:
     """One Platform for each distinct kind of Intel GPU with matrix units that Level Zero shows; []
     without any.
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from attnmux.core import AttnmuxError, Platform
-from attnmux.core.plugin import NO_VARIABLES, visible_devices
+from attnmux.core.plugin import visible_devices
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
 """Device files: of the driver under Linux, and of Windows in WSL for any vendor. Without either,
@@ -25,7 +25,7 @@ class Device(NamedTuple):
     """NVML's handles."""
 
 
-def probe(variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+def probe(variables: Mapping[str, str] = {}) -> list[Platform]:
     """One Platform for each kind of NVIDIA device that CUDA shows; [] without the NVIDIA driver.
 
     variables: those of the environment that hide devices.

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from attnmux.core import AttnmuxError, DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch
-from attnmux.core.plugin import Together
+from attnmux.core import AttnmuxError, DeviceGraphs, RankError, TunedLaunch
 from attnmux.testing import Errors
 from attnmux.testing.bench.entrants import Entrant
+from attnmux.testing.bench.ranks import Together
 from attnmux.testing.bench.roofline import BEYOND, Ceilings, Cost, cost_of
 from attnmux.testing.bench.subjects import AnyBackend, Subject, TimedStep, subject_of
 from attnmux.testing.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
@@ -116,7 +116,7 @@ class Bench:
             step, _ = self.together(
                 lambda: (subject.make_step(workload, decision, self.device), ())
             )
-        except (RankFailed, RanksDiffer):
+        except RankError:
             raise
         except Exception as error:  # mostly memory; any failure belongs in the rows
             return [
@@ -176,7 +176,7 @@ class Bench:
             return _Ready(
                 run=run, backend=backend, entrant=entrant, errors=errors, prepare_us=prepare_us
             )
-        except (RankFailed, RanksDiffer):
+        except RankError:
             raise
         except Exception as failure:  # whatever a library, a compiler or a device raises
             return _row(step.workload, entrant, "failed", why=AttnmuxError.in_brief(failure))

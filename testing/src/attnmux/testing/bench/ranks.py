@@ -11,15 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attnmux.core import (
-    AttnmuxError,
-    BackendFailed,
-    InvalidInput,
-    Offer,
-    RanksDiffer,
-    TunedLaunch,
-)
-from attnmux.core.plugin import Together, Trial
+from attnmux.core import AttnmuxError, BackendFailed, InvalidInput, Offer, TunedLaunch
+from attnmux.core.plugin import Trial
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup
@@ -28,6 +21,21 @@ SECONDS = 600.0
 """How long a rank waits for others that measure, which may compile."""
 
 T = TypeVar("T")
+
+
+class Together:
+    """Calls a function on all ranks at the same time: here of a single process."""
+
+    def __call__(
+        self, measure: Callable[[], tuple[T, Sequence[float]]], /
+    ) -> tuple[T, tuple[float, ...]]:
+        """measure: returns something of this rank, and figures, as many on each rank.
+
+        Returns the former, and for each figure the largest of all ranks. Raises on every rank if
+        `measure` raises on one.
+        """
+        made, figures = measure()
+        return made, tuple(figures)
 
 
 def joined(device_type: str, device: str) -> RankGroup | None:
@@ -119,6 +127,8 @@ def shared_trials(group: RankGroup, tuner: str, trials: Sequence[Trial]) -> tupl
             f"{len(one)} launches, {text[:200]}" for one, text in zip(ranks, tried, strict=True)
         ]
         hint = "a tuner that looks at times takes those of Job.together"
+        from attnmux.distributed import RanksDiffer  # noqa: PLC0415  # torch
+
         raise RanksDiffer(f"the launches that {tuner} tried", by_rank=by_rank, hint=hint)
     return tuple(
         _slowest(trial, others)
@@ -140,5 +150,7 @@ def _exchanged(group: RankGroup, said: dict[str, Any]) -> list[dict[str, Any]]:
     found = group.exchange(said)
     kinds = [each["kind"] for each in found]
     if len(set(kinds)) > 1:
+        from attnmux.distributed import RanksDiffer  # noqa: PLC0415  # torch
+
         raise RanksDiffer("what the ranks measure", by_rank=kinds)
     return found

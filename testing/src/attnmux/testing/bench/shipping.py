@@ -14,8 +14,8 @@ from filelock import FileLock
 from packaging.requirements import Requirement
 
 from attnmux.core import InvalidInput, Offer
-from attnmux.core.plugin import Files
-from attnmux.core.verbs import Device, Figures, Shape, Shipped, Source
+from attnmux.core.plugin import Figures, Files
+from attnmux.core.verbs import Device, Shape, Shipped, Source
 from attnmux.testing.bench.conformance import check_conformance
 from attnmux.testing.bench.entrants import Entrant
 from attnmux.testing.bench.keeping import LOCK_SECONDS

@@ -16,8 +16,7 @@ from attnmux.core import (
     DeviceGraphs,
     GraphUnsupported,
     InvalidInput,
-    RankFailed,
-    RanksDiffer,
+    RankError,
 )
 from attnmux.core.plugin import CapturedGraph, GraphStep
 
@@ -69,7 +68,7 @@ def interleave(
                 continue
             try:
                 taken = meters[side]()
-            except (RankFailed, RanksDiffer):
+            except RankError:
                 raise
             except Exception as error:
                 if not keep_going:

@@ -22,7 +22,7 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     KVPool,
-    dtype_name,
+    Request,
 )
 from attnmux.testing.canary.watched import kv_memory
 from attnmux.testing.canary.wrapping import WrappingBackend
@@ -156,7 +156,7 @@ class FailureKeeper(WrappingBackend):
             "platform": context.platform.to_dict(),
             "device": str(context.device),
             "page_size": pool.page_size,
-            "kv_dtype": dtype_name(pool.dtype),
+            "kv_dtype": Request.canonical_dtype(pool.dtype),
             "max_batch_size": context.max_batch_size,
             "max_context_len": context.max_context_len,
             "layer": _scalars(layer, skip=PER_HEAD),
@@ -226,7 +226,7 @@ def _shapes(call: AttentionCall) -> dict[str, Any]:
         "lse": call.lse is not None,
         "out": call.out is not None,
         "tensors": {
-            name: {"shape": list(each.shape), "dtype": dtype_name(each.dtype)}
+            name: {"shape": list(each.shape), "dtype": Request.canonical_dtype(each.dtype)}
             for name, each in tensors.items()
             if each is not None
         },

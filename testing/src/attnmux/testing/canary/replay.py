@@ -26,7 +26,7 @@ from attnmux.core import (
     Workspace,
     torch_dtype,
 )
-from attnmux.core.verbs import Run, common_options, pass_run
+from attnmux.core.verbs import Run, common_options
 from attnmux.testing import reference
 from attnmux.testing.canary.failures import PER_HEAD, KeptFailure, load_failure
 from attnmux.testing.canary.watched import kv_memory
@@ -213,7 +213,6 @@ class _Remade:
 @click.option("--backend", default="", help="Another backend than the one that failed.")
 @click.option("--device", default="", help="torch's name: cpu, cuda:1, … [default: by the card]")
 @common_options
-@pass_run
 def replay(run: Run, folder: Path, backend: str, device: str, as_json: bool) -> int:
     """Run the failed step in FOLDER again and compare it with the reference.
 

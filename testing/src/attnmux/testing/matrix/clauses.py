@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from attnmux.core.plugin import ANY, NONE, Clause, Condition
-from attnmux.core.verbs import AXES, OneOf
+from attnmux.core.plugin import ANY, NONE, Clause, Condition, one_of
+from attnmux.core.verbs import AXES
 
 _DECIDING = (
     *(axis.name for axis in AXES if axis.of_platform and axis.name != "kind"),
@@ -55,29 +55,28 @@ def union(name: str, clauses: Iterable[Clause]) -> frozenset[Condition]:
     found: set[Condition] = set()
     for clause in clauses:
         condition: Condition = getattr(clause, name)
-        if isinstance(condition, OneOf):
-            found.update(OneOf((value,)) for value in condition.values)
+        if condition.listed:
+            found.update(map(one_of, condition.listed))
         elif condition is not NONE:
             found.add(condition)
     if ANY in found:
         return frozenset({ANY})
-    wide = [condition for condition in found if not isinstance(condition, OneOf)]
+    wide = [condition for condition in found if not condition.listed]
     return frozenset(
         condition
         for condition in found
-        if not isinstance(condition, OneOf)
-        or not any(other.admits(condition.values[0]) for other in wide)
+        if not condition.listed or not any(other.admits(condition.listed[0]) for other in wide)
     )
 
 
 def union_said(conditions: frozenset[Condition]) -> str:
     """ "16, 32 or 64": listed values in order, then other conditions."""
-    listed = [value for each in conditions if isinstance(each, OneOf) for value in each.values]
+    listed = [value for each in conditions for value in each.listed]
     numbers = all(isinstance(value, (int, float)) for value in listed)
     ordered = sorted(listed, key=lambda value: value if numbers else str(value))
     others = sorted(
-        (str(each) for each in conditions if not isinstance(each, OneOf)),
+        (str(each) for each in conditions if not each.listed),
         key=lambda said: ([int(number) for number in re.findall(r"\d+", said)], said),
     )
-    parts = [str(OneOf(tuple(ordered)))] if ordered else []
+    parts = [str(one_of(*ordered))] if ordered else []
     return " or ".join([*parts, *others]) or "none"

@@ -9,7 +9,7 @@ import click
 
 from attnmux.core import Platform, Request
 from attnmux.core.plugin import Verified
-from attnmux.core.verbs import Proven, Run, common_options, machine, offers_named, pass_run
+from attnmux.core.verbs import Proven, Run, common_options, machine, offers_named
 from attnmux.testing.matrix.rows import COLUMNS, Cell, Row, narrowed, rows_of
 
 INTRODUCTION = """\
@@ -65,7 +65,6 @@ LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="One wide table, as Markdown.")
 @common_options
-@pass_run
 def matrix(
     run: Run,
     as_json: bool,

@@ -17,7 +17,6 @@ from attnmux.core.verbs import (
     Axis,
     Proven,
     Question,
-    opposed,
 )
 from attnmux.testing.matrix.clauses import covers, either, restrictions, union, union_said
 from attnmux.testing.sampling.points import Value
@@ -129,12 +128,11 @@ def narrowed(
 def rows_of(offers: Iterable[Offer], device: Platform | None = None) -> tuple[Row, ...]:
     """By kind, then by name. device: the one that the proof is for; None: all that a row serves."""
     ordered = sorted(offers, key=lambda offer: (offer.card.name, offer.plugin))
-    enemies = opposed(ordered)
     found = []
     for kind in Request.KINDS:
         serving = [offer for offer in ordered if _clauses(kind, offer)]
         for offer in serving:
-            names = (o.card.name for o in serving if o.address in enemies.get(offer.address, ()))
+            names = (o.card.name for o in serving if o.excludes(offer) or offer.excludes(o))
             row = _row(kind, offer, tuple(names), device)
             found += [] if row is None else [row]
     return tuple(found)

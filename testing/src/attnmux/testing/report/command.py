@@ -12,7 +12,7 @@ import click
 
 from attnmux.core import Measurement, NoBackend, Offer, Plugins, Settings
 from attnmux.core.plugin import Files
-from attnmux.core.verbs import Device, FiniteRange, Run, common_options, pass_run, writing
+from attnmux.core.verbs import Device, FiniteRange, Run, common_options, writing
 from attnmux.testing.report.facts import Reported, reported
 from attnmux.testing.run.candidate import Candidate, find_candidate
 from attnmux.testing.verification.run import QUICK, verify_quickly
@@ -49,7 +49,6 @@ TIMEOUT = 300.0
     help="Child processes that run cases.",
 )
 @common_options
-@pass_run
 def report(
     run: Run,
     backends: tuple[str, ...],

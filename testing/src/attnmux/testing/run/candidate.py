@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from attnmux.core import (
+    Choice,
     FrozenMapping,
     InvalidInput,
     Offer,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attnmux.core.plugin import LinearAttentionBackend
     from attnmux.testing.setup.case import Graphs
 
-    Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
+    Factory = Callable[[BackendContext, Mapping[str, object]], object]
 
 MACHINE_AXES = frozenset(
     [*(axis.name for axis in AXES if axis.of_machine), "requires", "contract", "policy"]
@@ -166,18 +166,10 @@ class Candidate:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
-        from attnmux.core import make_served  # noqa: PLC0415  # torch
+        from attnmux.core import make_backend  # noqa: PLC0415  # torch
         from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
-        def make(context: BackendContext) -> AttentionBackend:
-            return self._factory()(context, self.card.complete(self.options))
-
-        return make_served(
-            make,
-            with_shared_kernels(context),
-            self.card.tree_masks,
-            virtual_requests=self.card.virtual_requests,
-        )
+        return make_backend(self._choice(), with_shared_kernels(context), self.factory)
 
     def build_with(
         self, options: Iterable[tuple[str, OptionValue]], context: BackendContext
@@ -198,11 +190,12 @@ class Candidate:
 
     def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
         """Make a backend of linear layers as an engine would."""
-        made = self._factory()(context, self.card.complete(self.options))
-        return cast("LinearAttentionBackend", made)
+        from attnmux.core import make_linear  # noqa: PLC0415  # torch
 
-    def _factory(self) -> Factory:
-        return self.factory or cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
+        return make_linear(self._choice(), context, self.factory)
+
+    def _choice(self) -> Choice:
+        return Choice.of(Offer(card=self.card, plugin=self.plugin), self.options)
 
 
 @lru_cache(maxsize=8192)

@@ -12,8 +12,6 @@ import torch
 from attnmux.core import (
     BackendContext,
     DeviceGraphs,
-    ForeignKVPool,
-    ForeignMLAPool,
     KVPool,
     LayerSpec,
     MHATokenToKVPool,
@@ -23,6 +21,7 @@ from attnmux.core import (
     SWAKVPool,
     TunedLaunch,
     Workspace,
+    foreign_pool,
     torch_dtype,
 )
 from attnmux.testing.cases.case import Case, Step
@@ -211,12 +210,12 @@ def _strided_pool(
     if case.latent:
         latents = {layer_id: each[..., : first.qk_head_dim] for layer_id, each in rows.items()}
         rank = first.v_head_dim
-        return ForeignMLAPool(latents, page_size=case.page_size, kv_lora_rank=rank)
+        return foreign_pool(latents, page_size=case.page_size, kv_lora_rank=rank)
     buffers = {
         layer_id: (each[..., : first.qk_head_dim], each[..., first.qk_head_dim :])
         for layer_id, each in rows.items()
     }
-    return ForeignKVPool(buffers, page_size=case.page_size)
+    return foreign_pool(buffers, page_size=case.page_size)
 
 
 def _pages_of_step(step: Step, page_size: int) -> int:

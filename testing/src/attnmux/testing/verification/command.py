@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attnmux.core import InvalidInput, NoBackend, Plugins
-from attnmux.core.verbs import FiniteRange, Run, common_options, pass_run
+from attnmux.core.verbs import FiniteRange, Run, common_options
 from attnmux.testing.cases.linear import AnyCase
 from attnmux.testing.run.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.sampling.sampler import Sampler
@@ -88,7 +88,6 @@ FAILED, NOTHING_RAN = 1, 3
 )
 @click.option("--keep", is_flag=True, help="Keep a summary for `attnmux report`, and a pass.")
 @common_options
-@pass_run
 def verify(
     run: Run,
     backend: str,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from attnmux.core.verbs import FiniteRange, Run, common_options, pass_run
+from attnmux.core.verbs import FiniteRange, Run, common_options
 from attnmux.transformers.cli.groups import GroupedCommand
 from attnmux.transformers.cli.prompts import read_prompts
 from attnmux.transformers.requests.sampling_params import SamplingParams
@@ -276,7 +276,6 @@ AT_LEAST_1 = click.IntRange(min=1)
 )
 @click.option("--no-stream", is_flag=True, help="Print each text once it is complete.")
 @common_options
-@pass_run
 def generate(
     run: Run,
     /,

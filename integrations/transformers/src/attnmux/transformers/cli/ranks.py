@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import click
 from transformers import PreTrainedConfig
 
-from attnmux.core import InvalidInput, NoBackend, RanksDiffer
+from attnmux.core import InvalidInput, NoBackend, RankError
 from attnmux.core.verbs import Run
 from attnmux.transformers.cli.drafts import Drafting
 from attnmux.transformers.run.ranks import ONE_RANK, Ranks
@@ -137,7 +137,8 @@ def only_first(ranks: Ranks) -> Iterator[None]:
         try:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
                 yield
-        except (RanksDiffer, NoBackend, InvalidInput) as error:
-            if isinstance(error, InvalidInput) and error.argument not in OF_THE_MODEL:
+        except (RankError, NoBackend, InvalidInput) as error:
+            is_own = isinstance(error, InvalidInput) and error.argument not in OF_THE_MODEL
+            if is_own or (isinstance(error, RankError) and not error.is_on_every_rank):
                 raise
             raise click.exceptions.Exit(1) from error

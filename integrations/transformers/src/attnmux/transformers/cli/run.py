@@ -18,7 +18,6 @@ from attnmux.core import (
     AttentionBackend,
     Chooser,
     Decision,
-    Detection,
     InvalidInput,
     Measurement,
     Offer,
@@ -50,19 +49,28 @@ from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.run.runner import ModelRunner
 
 
-def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
+def platform_for(run: Run, plugins: Plugins, settings: Settings, device: str | None) -> Platform:
     """The platform of a torch device; without one the configured or the only accelerator's.
 
+    Warns of a CPU that is used beside a device that torch can use.
     Raises InvalidInput for a device that is not here, or that this build of torch cannot use, and
-    AmbiguousPlatform as `Detection.pick` does.
+    AmbiguousPlatform as `Chooser.here` does.
     """
     where = settings.where("platform")
     platform, wanted = None, settings.platform
+    detection = run.detect(plugins)
+    unfound = None if detection.accelerators else usable_type()
+    if device is None and wanted is None and unfound:
+        run.warn(
+            f"torch can use a device of type {unfound}, which no plugin found, and the CPU is "
+            f"used: say --device {unfound}, or name its platform (VENDOR:ARCH in ATTNMUX_PLATFORM "
+            "or as platform in attnmux.toml; cpu keeps the CPU)"
+        )
     if device is None:
         try:
             platform = detection.pick(wanted, named=where)
         except InvalidInput:
-            device = unfound_device(detection)
+            device = unfound
             if device is None:
                 raise
     name = device or (platform.device_type if platform is not None else "cpu")
@@ -78,24 +86,10 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
     return Chooser.platform_of(torch.device(name), detection, wanted, named=where)
 
 
-def unfound_device(detection: Detection) -> str | None:
-    """The type of device that torch can use here and that no plugin found."""
+def usable_type() -> str | None:
+    """The type of the accelerator that torch can use here; None without one."""
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if seen is None or seen.type not in Platform.device_types() or detection.accelerators:
-        return None
-    return seen.type
-
-
-def _warn_of_unfound(
-    run: Run, detection: Detection, settings: Settings, device: str | None
-) -> None:
-    """The CPU is not taken in silence beside a device that torch can use."""
-    if device is None and settings.platform is None and (kind := unfound_device(detection)):
-        run.warn(
-            f"torch can use a device of type {kind}, which no plugin found, and the CPU is used: "
-            f"say --device {kind}, or name its platform (VENDOR:ARCH in ATTNMUX_PLATFORM or as "
-            "platform in attnmux.toml; cpu keeps the CPU)"
-        )
+    return seen.type if seen is not None and seen.type in Platform.device_types() else None
 
 
 def run_command(
@@ -125,9 +119,7 @@ def run_command(
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
         options.check_used(plugins.offers(), images=bool(encoded.pictured))
-        detection = run.detect(plugins)
-        _warn_of_unfound(run, detection, settings, options.running["device"])
-        platform = platform_for(detection, settings, options.running["device"])
+        platform = platform_for(run, plugins, settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
         parts = ranks.requests.deal(encoded.prompts)

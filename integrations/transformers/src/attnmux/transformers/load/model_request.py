@@ -14,8 +14,6 @@ from attnmux.core import (
     InvalidInput,
     LayerSpec,
     Request,
-    dtype_name,
-    group_requests,
 )
 from attnmux.parts import expanded_request
 from attnmux.transformers.load.checkpoint import Checkpoint
@@ -35,7 +33,7 @@ def with_kept_dtype(
     """
     if options.kv_dtype_skip is None:
         return tuple(layers)
-    own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
+    own, kinds = Request.canonical_dtype(dtype), {layer.layer_id: _kind(layer) for layer in layers}
     kv_dtype = options.kv_dtype or scheme
     kv_dtype = kv_dtype and Request.canonical_dtype(kv_dtype, "kv_dtype")
     kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
@@ -67,7 +65,7 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
     Raises InvalidInput naming the field.
     """
     stated = expanded_request(config) if config.latent else config
-    groups, said = group_requests(recorded), group_requests(stated)
+    groups, said = recorded.groups(), stated.groups()
     if len(groups) != len(said):
         got = f"{len(groups)} groups of layers when the model runs"
         raise InvalidInput("layers", got=got, expected=f"{len(said)}, by config.json")
@@ -138,11 +136,11 @@ def stated_request(
         known = request_from_model(
             folder,
             tp=options.ranks.building.head_ranks,
-            dtype=dtype_name(dtype),
+            dtype=Request.canonical_dtype(dtype),
             kv_dtype=options.kv_dtype,
             kv_dtype_skip=options.kv_dtype_skip,
         )
-        return known.replace(origin="model", dtype=dtype_name(dtype))
+        return known.replace(origin="model", dtype=Request.canonical_dtype(dtype))
     except UnknownModel:
         return None
     except InvalidInput as error:

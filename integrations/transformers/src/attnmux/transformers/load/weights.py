@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core import AttnmuxError, InvalidInput, dtype_name
+from attnmux.core import AttnmuxError, InvalidInput, Request
 from attnmux.transformers.load.checkpoint import (
     ALWAYS,
     LOADING,
@@ -97,9 +97,8 @@ def load_model(
     try:
         model.to(device)
     except torch.OutOfMemoryError as error:
-        raise AttnmuxError(
-            f"{dtype_name(dtype)} weights of {source} do not fit on {device}: {in_one_line(error)}"
-        ) from error
+        weights = f"{Request.canonical_dtype(dtype)} weights of {source}"
+        raise AttnmuxError(f"{weights} do not fit on {device}: {in_one_line(error)}") from error
     return cast("PreTrainedModel", model.eval())
 
 

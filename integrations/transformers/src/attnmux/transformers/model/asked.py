@@ -14,7 +14,6 @@ from attnmux.core import (
     LayerSpec,
     LinearLayerSpec,
     Request,
-    dtype_name,
 )
 from attnmux.transformers.requests.shapes import SHAPE, STORED, by_shape
 
@@ -38,7 +37,7 @@ def request_of(
             LayerGroup(layers=len(each), kv_dtype=each[0].kv_dtype, **_needs(each))
             for each in others
         ],
-        "dtype": dtype_name(dtype),
+        "dtype": Request.canonical_dtype(dtype),
         "cross_attention": any(layer.is_cross_attention for layer in layers),
         "alibi": any(layer.alibi_slopes is not None for layer in layers),
         "relative_bias": any(layer.relative_bias is not None for layer in layers),

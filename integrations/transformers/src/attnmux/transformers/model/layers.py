@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from attnmux.core import InvalidInput, LayerSpec, dtype_name
+from attnmux.core import InvalidInput, LayerSpec, Request
 from attnmux.transformers.model.layer_call import LayerCall
 from attnmux.transformers.model.mixers.mixer import Mixer
 from attnmux.transformers.model.mixers.mixers import has_attention, has_mixers
@@ -171,7 +171,7 @@ def _check_numbers(probe: Probe, values: list[torch.Tensor]) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in values):
         raise InvalidInput(
             probe.name,
-            got=f"values that are not numbers, in {dtype_name(probe.model.dtype)}",
+            got=f"values that are not numbers, in {Request.canonical_dtype(probe.model.dtype)}",
             expected="weights that are not damaged, in a dtype that is wide enough for them",
         )
 

@@ -15,10 +15,8 @@ from attnmux.core import (
     NoBackend,
     Offer,
     Platform,
-    RankFailed,
-    RanksDiffer,
 )
-from attnmux.distributed import RankGroup
+from attnmux.distributed import RankFailed, RankGroup, RanksDiffer
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from attnmux.core import InvalidInput, RankFailed
-from attnmux.distributed import RankGroup
+from attnmux.core import InvalidInput
+from attnmux.distributed import RankFailed, RankGroup
 
 SECONDS = 600.0
 """How long a rank waits for another that still loads its weights."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import KVPool, torch_dtype
+from attnmux.core.plugin import check_tensor
 from attnmux.triton.kernels.write import write_kv
 from attnmux.triton.kernels.write_four_bits import write_four_bits
 from attnmux.triton.launches.bound_kernel import BoundKernel, Launcher, overlaps_launches
@@ -81,7 +82,7 @@ class LayerWriter:
         Raises InvalidInput where the pool does: for a layer that it does not store, for K and V in
         a pool of latents or the reverse, for dtypes, devices and scales.
         """
-        KVPool.check_loc(loc)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
         first, second = pool.get_kv_buffer(layer.layer_id)
         if is_latent:
             row, rank = first, second.shape[-1]
@@ -120,11 +121,13 @@ class LayerWriter:
         Raises InvalidInput, before anything is written, for shapes, dtypes, devices and scales
         that do not fit.
         """
-        num_tokens = KVPool.check_loc(loc)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
+        num_tokens = len(loc)
         for name, rows, buffer in zip(
             self.names, (first, second), (self.first, self.second), strict=True
         ):
-            KVPool.check_rows(name, rows, (num_tokens, *self._row_shape(buffer)), loc)
+            shape = (num_tokens, *self._row_shape(buffer))
+            check_tensor(name, rows, shape, loc.device, *KVPool.ACTIVATION_DTYPES)
         scales = self.pool.read_scales(layer.k_scale, layer.v_scale)
         slots = loc if self.slot_map is not None else self.pool.translate(loc, layer.layer_id)
         if not num_tokens:

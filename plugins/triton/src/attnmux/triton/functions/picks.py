@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.plugin import check_lookup
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import check_tensor
 from attnmux.triton.kernels.indices import look_up_picks
 from attnmux.triton.launches.bound_kernel import BoundKernel, Launcher
 
@@ -39,8 +40,13 @@ class TopkSlots:
         Raises InvalidInput for other shapes and dtypes, BackendFailed where the kernel does not
         compile.
         """
-        num_tokens = check_lookup(req_to_token, rows, topk_indices)
-        topk = topk_indices.shape[1]
+        check_tensor("req_to_token", req_to_token, ("rows", "max_context"), None, torch.int32)
+        if not req_to_token.is_contiguous():
+            got = f"strides {req_to_token.stride()}"
+            raise InvalidInput("req_to_token", got=got, expected="a contiguous table")
+        check_tensor("rows", rows, ("T",), None, torch.int64)
+        check_tensor("topk_indices", topk_indices, (len(rows), "topk"), None, torch.int32)
+        num_tokens, topk = topk_indices.shape
         result = torch.empty((num_tokens, topk), dtype=torch.int32, device=topk_indices.device)
         if result.numel():
             picks = topk_indices if topk_indices.stride(1) == 1 else topk_indices.contiguous()

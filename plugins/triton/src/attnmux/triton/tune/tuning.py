@@ -120,6 +120,7 @@ def _together(job: Job, measure: Callable[[], Timed]) -> Timed:
         found = measure()
         return found, (found.median_us,)
 
+    found: Timed
     found, (slowest,) = job.together(measured)
     return replace(found, median_us=slowest)
 

@@ -12,7 +12,7 @@ import click
 
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.plugin import Files
-from attnmux.core.verbs import ASSUME, FiniteRange, Run, common_options, pass_run, writing
+from attnmux.core.verbs import FiniteRange, Run, common_options, writing
 from attnmux.testing.bench.cli.asked import asked_of_one_shape, read_share
 from attnmux.testing.bench.shapes import check_stated, completed, kept_shape
 from attnmux.testing.bench.workload import GRAMMAR, Workload
@@ -28,7 +28,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 @click.command()
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: num_q_heads=64,page_size=16")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
-@click.option("--assume", is_flag=True, help=ASSUME)
+@click.option("--assume", is_flag=True, help="Read an unknown model_type as causal attention.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--backend", "names", multiple=True, help="Time only this backend; repeatable.")
 @click.option(
@@ -88,7 +88,6 @@ PAGE_NEEDS = "plotly", "jinja2"
     help="Processes that compile, for --ship.",
 )
 @common_options
-@pass_run
 def bench(
     run: Run,
     fields: str,

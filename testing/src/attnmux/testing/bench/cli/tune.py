@@ -29,13 +29,11 @@ from attnmux.core import (
 )
 from attnmux.core.plugin import Job, Trial
 from attnmux.core.verbs import (
-    ASSUME,
     Device,
     Run,
     common_options,
     machine,
     offers_named,
-    pass_run,
     writing,
 )
 from attnmux.testing.bench.cli.asked import asked_of_one_shape, other_device
@@ -54,13 +52,12 @@ OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 @click.argument("backend", required=False)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: head_dim=128,page_size=16")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
-@click.option("--assume", is_flag=True, help=ASSUME)
+@click.option("--assume", is_flag=True, help="Read an unknown model_type as causal attention.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--platform", help="A vendor, if the machine has devices of several.")
 @click.option("--device", default="", help="A torch device, as in cuda:1. [default: the first]")
 @click.option("--dry-run", is_flag=True, help="Try launches, and keep nothing.")
 @common_options
-@pass_run
 def tune(
     run: Run,
     as_json: bool,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForeignKVPool, InvalidInput, KVPool
+from attnmux.core import InvalidInput, KVPool, foreign_pool
 from attnmux.transformers.model.sparse.index_pool import IndexKPool
 
 
@@ -78,7 +78,7 @@ class CompressedPool:
         if shape.index_dim:
             self.index_keys = self._vectors(self.keys.num_slots, shape.index_dim, dtype)
 
-    def _key_pool(self, head_dim: int) -> ForeignKVPool:
+    def _key_pool(self, head_dim: int) -> KVPool:
         pool, page_size = self._pool, self._pool.page_size // self.tokens_a_slot
         pool.check_whole_bytes("keys of blocks")
         slots = pool.size // self.tokens_a_slot + page_size
@@ -90,7 +90,7 @@ class CompressedPool:
             hint="lower the number of tokens (size) or take a smaller KV dtype",
         )
         pairs = {key: (each, each) for key, each in zip(self.layer_ids, buffers, strict=True)}
-        return ForeignKVPool(pairs, page_size=page_size)
+        return foreign_pool(pairs, page_size=page_size)
 
     def _vectors(self, num_slots: int, dim: int, dtype: torch.dtype) -> IndexKPool:
         return IndexKPool(

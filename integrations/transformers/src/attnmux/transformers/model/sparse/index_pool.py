@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from attnmux.core import InvalidInput, KVPool
-from attnmux.core.plugin import IndexRows
+from attnmux.core.plugin import IndexRows, check_tensor
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
@@ -96,7 +96,9 @@ class IndexKPool:
         Raises InvalidInput for a layer without an indexer, and for wrong shapes and dtypes.
         """
         buffer = self._keys[self._checked(layer_id)]
-        KVPool.check_rows("keys", keys, (KVPool.check_loc(loc), self.head_dim), loc)
+        check_tensor("loc", loc, ("T",), None, torch.int64)
+        shape = (len(loc), self.head_dim)
+        check_tensor("keys", keys, shape, loc.device, *KVPool.ACTIVATION_DTYPES)
         keys = keys.detach()
         if self.dtype == FP8:
             keys, scales = _quantised(keys)

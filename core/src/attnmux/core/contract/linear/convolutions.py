@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import conv1d, silu
 
 from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.linear.layer import ConvCall
-from attnmux.core.linear.states import StatePool
+from attnmux.core.contract.linear.layer import ConvCall
+from attnmux.core.contract.linear.states import StatePool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -13,19 +13,20 @@ from typing import final
 import torch
 
 from attnmux.core.contract.arguments import check_fields
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.debug import check_batch, check_types
-from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
-from attnmux.core.facts.errors import AttnmuxError, InvalidInput
-from attnmux.core.linear.layer import (
+from attnmux.core.contract.linear.layer import (
     ConvCall,
     LinearCall,
     LinearLayerSpec,
     check_conv,
     check_linear,
 )
-from attnmux.core.linear.states import StatePool
+from attnmux.core.contract.linear.states import StatePool
+from attnmux.core.contract.mode import ForwardMode
+from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 
 SERVED = (
     *(ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE),

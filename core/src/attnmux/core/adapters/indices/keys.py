@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from attnmux.core.adapters.indices.segments import lay_out, page_numbers, store
 from attnmux.core.contract.arguments import check_lens, check_table, described
 from attnmux.core.contract.tables import RequestTable
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.indices._segments import lay_out, page_numbers, store
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 

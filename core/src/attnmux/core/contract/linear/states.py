@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.linear.layer import LinearLayerSpec
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.linear.layer import LinearLayerSpec
 
 P = TypeVar("P", bound="StatePool")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.indices.ragged import uniform_indptr
+from attnmux.core.adapters.indices.ragged import uniform_indptr
 from attnmux.core.plugin import (
     cu_seqlens,
     extend_positions,

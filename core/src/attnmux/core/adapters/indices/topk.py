@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.contract.arguments import check_lens, check_lookup
-from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.ragged import cu_seqlens
+from attnmux.core.adapters.indices.ragged import cu_seqlens
+from attnmux.core.adapters.indices.segments import segment_of_place
+from attnmux.core.contract.arguments import check_lens, check_picks, check_table
 
 
 def token_rows(
@@ -32,7 +32,7 @@ def topk_slots(
     rows: [T] int64, each token's row of the request table. topk_indices: [T, topk] int32, as on
     `ForwardBatch`. Shapes are static, as device graphs require.
     """
-    check_lookup(req_to_token, rows, topk_indices)
+    check_picks(topk_indices, check_table(req_to_token, rows))
     places = (rows * req_to_token.shape[1]).unsqueeze(1) + topk_indices
     # For -1 this reads another slot, in bounds, which is not used
     return torch.where(topk_indices < 0, -1, req_to_token.view(-1)[places])

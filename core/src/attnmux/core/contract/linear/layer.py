@@ -139,11 +139,11 @@ def check_linear(call: LinearCall, num_tokens: int) -> None:
         ("k", call.k, keys, q.dtype),
         ("v", call.v, values, q.dtype),
         ("g", call.g, decay, torch.float32),
-        ("beta", call.beta, heads, None),
         ("out", call.out, values, q.dtype),
     ):
-        if tensor is not None:
-            check_tensor(name, tensor, shape, q.device, dtype)
+        check_tensor(name, tensor, shape, q.device, dtype)
+    if call.beta is not None:
+        check_tensor("beta", call.beta, heads, q.device)
     for name, tensor in (("q", q), ("k", call.k), ("v", call.v), ("out", call.out)):
         apart = tensor.shape[-2] > 1 and tensor.stride(-2) != tensor.shape[-1]
         if tensor.stride(-1) != 1 or apart:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from attnmux.core.adapters.indices.segments import lay_out, store
 from attnmux.core.contract.arguments import check_lens, front
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.indices._segments import lay_out, store
 
 
 def cu_seqlens(lens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
