@@ -81,10 +81,7 @@ def print_rows(
         if not (name and rows) or any(row[number] for row in rows)
     ]
     names = [columns[number] for number in filled]
-    cells = [
-        [row[number] if isinstance(row[number], Text) else Text(row[number]) for number in filled]
-        for row in rows
-    ]
+    cells = [[_text(row[number]) for number in filled] for row in rows]
     *widths, longest = [max(map(_width, column)) for column in zip(names, *cells, strict=True)]
     if console.width < UNWRAPPED:
         words = [len(word) for row in cells for word in row[0].plain.split()]
@@ -100,6 +97,10 @@ def print_rows(
     for row, style in zip(cells, styles, strict=True):
         table.add_row(*row, style=style)
     console.print(table)
+
+
+def _text(cell: str | Text) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)
 
 
 def _width(cell: str | Text) -> int:
