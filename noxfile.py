@@ -18,7 +18,16 @@ PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
 INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm", "./integrations/sglang"]
-MEMBERS = ["./core", "./parts", "./testing", "./bench", "./distributed", *PLUGINS, *INTEGRATIONS]
+MEMBERS = [
+    "./core",
+    "./parts",
+    "./testing",
+    "./bench",
+    "./distributed",
+    "./advisories",
+    *PLUGINS,
+    *INTEGRATIONS,
+]
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./parts", "./plugins/cpu", "./integrations/transformers"]
@@ -44,6 +53,7 @@ SOURCES = [
     "testing",
     "bench",
     "distributed",
+    "advisories",
     "emulators",
     "plugins",
     "integrations",

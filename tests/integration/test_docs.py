@@ -20,6 +20,7 @@ READMES = sorted(
     page
     for folder in (
         *("core", "testing", "bench", "distributed", "emulators", "plugins", "integrations"),
+        "advisories",
         *("examples", "benchmarks", "tools"),
     )
     for page in (ROOT / folder).glob("**/*.md")

@@ -31,6 +31,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
 }
 
 OPTIONAL: Mapping[str, tuple[str, str]] = {
+    "audit": ("attnmux-advisories", "List known faults of the installed kernel libraries."),
     "bench": ("attnmux-bench", "Time every backend here on the same steps."),
     "generate": ("attnmux-transformers", "Generate text with a Hugging Face model."),
     "matrix": ("attnmux-testing", "Print the support matrix of all backends."),
