@@ -38,6 +38,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "replay": ("attnmux-testing", "Run a kept failure again, on any backend."),
     "report": ("attnmux-testing", "Write a report on the backends of this machine."),
     "tune": ("attnmux-bench", "Try kernel launches here, and keep the fastest."),
+    "validate": ("attnmux-testing", "Check a plugin's distribution, without a device."),
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }
 """This project's verbs in other distributions: the distribution, and the verb's summary."""
