@@ -97,7 +97,8 @@ def tests(session: nox.Session) -> None:
     # transformers' continuous batching asks psutil for the memory of a CPU.
     # Pillow reads the images of prompts.
     # mkdocs builds the site, in 15 s.
-    tools = ["pytest-xdist", "psutil", "pillow", *SITE]
+    # Schemas are held to jsonschema, the template of a plugin is copied by copier.
+    tools = ["pytest-xdist", "psutil", "pillow", "jsonschema", "copier", *SITE]
     extras = ["./bench[html]", "./plugins/triton[triton]", "./integrations/transformers[gguf]"]
     install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools, *TYPED_TOOLS)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
@@ -229,6 +230,31 @@ def build(session: nox.Session) -> None:
                 # attnmux-cpu compiles the kernels of `native` into its wheel.
                 env = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
                 session.run(*build, str(ROOT / folder), env=env)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build what is published into dist/: sdists, wheels made from them, schemas and an SBOM; and
+    check what PyPI would show. Nothing is uploaded."""
+    session.install(*CONSTRAINTS, "hatchling", "build", "twine", "cyclonedx-bom")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for source in MEMBERS:
+        # attnmux-cpu compiles the kernels of `native` into its wheel.
+        env = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
+        build = ["python", "-m", "build", "--no-isolation", "--outdir", str(dist)]
+        session.run(*build, str(ROOT / source), env=env, silent=True)
+    packages = [str(path) for path in sorted([*dist.glob("*.whl"), *dist.glob("*.tar.gz")])]
+    session.run("twine", "check", "--strict", *packages)
+    for schema in (ROOT / "docs/schemas").glob("*.json"):
+        shutil.copy(schema, dist)
+    wheels = [path for path in packages if path.endswith(".whl")]
+    session.run("python", "-m", "venv", "--clear", str(dist / "venv"))
+    python = str(dist / "venv/bin/python")
+    session.run(python, "-m", "pip", "install", "--quiet", NO_COMPILE, *wheels, external=True)
+    bill = ["--of", "JSON", "-o", str(dist / "attnmux.cdx.json")]
+    session.run("cyclonedx-py", "environment", *bill, python)
+    shutil.rmtree(dist / "venv")
 
 
 @nox.session
