@@ -167,6 +167,14 @@ def test_the_solver_takes_another_page_size_if_none_is_asked() -> None:
     assert decision.page_size == 32
 
 
+def test_the_finding_is_the_reason_if_no_page_size_avoids_it() -> None:
+    offer = offering(finding(), limits={"page_size": one_of(64)})
+    assert hint_of(offer, ASKED.replace(page_size=None)) == ""
+    both = finding(clause={"kind": "mha", "page_size": [64, 128]})
+    fixed = offering(replace(both, fixed="3"), limits={"page_size": one_of(64, 128)})
+    assert hint_of(fixed, ASKED.replace(page_size=None)) == "pip install 'kernels>=3'"
+
+
 def test_a_page_that_the_kernel_reads_by_token_is_a_page_of_one() -> None:
     by_token = {"page_size": emulated(1)}
     decide(offering(finding(), limits=by_token), ASKED, CPU, "2.5")

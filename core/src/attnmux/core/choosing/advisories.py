@@ -90,8 +90,14 @@ def refusing(offer: Offer, question: Question, found: Iterable[Advisory]) -> tup
 def reasons(
     offer: Offer, question: Question, found: Sequence[Advisory], libraries: Libraries
 ) -> list[Reason]:
-    """A reason for each finding that refuses the question."""
+    """A reason for each finding that refuses the question; if it leaves the page size open, at each
+    size that the card takes."""
     against = refusing(offer, question, found)
+    if found and not against and question.request.page_size is None:
+        sized = [each for each in _at_pages(offer, question) if offer.card.serves(each)]
+        if sized and all(refusing(offer, each, found) for each in sized):
+            question = sized[0]
+            against = refusing(offer, question, found)
     # Next to other shortcomings, two hints could name two page sizes
     alone = against and offer.card.serves(question)
     page = _page_hint(offer, question, found) if alone else ""
@@ -135,14 +141,24 @@ def _page_hint(offer: Offer, question: Question, found: Sequence[Advisory]) -> s
     asked = question.request.page_size
     if asked is None:
         return ""
+    others = [
+        (abs(size - asked), size)
+        for other in _at_pages(offer, question)
+        if (size := other.request.page_size or 0) != asked
+        and offer.card.serves(other)
+        and not refusing(offer, other, found)
+    ]
+    return f"page_size={min(others)[1]}" if others else ""
+
+
+def _at_pages(offer: Offer, question: Question) -> list[Question]:
+    """The question at each page size that the card names, and at the usual ones."""
     named = (size for clause in offer.card.clauses for size in clause.page_size.examples())
-    sizes = {*USUAL_PAGES, *(size for size in named if isinstance(size, int))} - {asked}
-    for size in sorted(sizes, key=lambda size: (abs(size - asked), size)):
-        request = question.request.replace(page_size=size)
-        other = replace(question, request=request, demands=())
-        if offer.card.serves(other) and not refusing(offer, other, found):
-            return f"page_size={size}"
-    return ""
+    sizes = {*USUAL_PAGES, *(size for size in named if isinstance(size, int))}
+    return [
+        replace(question, request=question.request.replace(page_size=size), demands=())
+        for size in sorted(sizes)
+    ]
 
 
 def notes(offer: Offer, question: Question, found: Iterable[Advisory]) -> Iterator[str]:
