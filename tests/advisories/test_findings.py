@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +220,7 @@ def test_a_decision_of_another_process_is_checked_against_this_ones_findings() -
     ("more", "said"),
     [
         ({"affected": "new"}, "PEP 440 range"),
+        ({"affected": 2}, "PEP 440 range"),
         ({"effect": "odd"}, "effect"),
         ({"source": "a friend"}, "an address"),
         ({"clause": {}}, "limits"),
@@ -230,3 +232,12 @@ def test_a_decision_of_another_process_is_checked_against_this_ones_findings() -
 def test_a_file_that_cannot_be_read_says_why(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         finding(**more)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "AKA-1.toml").write_text('id = "AKA-1"\n[clause]\npage_size = "big"\n')
+    with pytest.raises(ValueError, match=r"AKA-1\.toml"):
+        Advisory.in_folder(tmp_path)
+    (tmp_path / "AKA-1.toml").write_text("id =")
+    with pytest.raises(ValueError, match=r"AKA-1\.toml.*TOML"):
+        Advisory.in_folder(tmp_path)

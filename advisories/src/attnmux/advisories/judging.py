@@ -35,7 +35,7 @@ class Judgement:
     backends: tuple[str, ...] = ()
     """Those that it refuses, as `plugin/name`."""
     hint: str = ""
-    """The pip line that helps all of `backends`; empty if none is known."""
+    """The pip lines that help `backends`; empty if one of them has none that is known."""
 
     def to_dict(self) -> dict[str, Any]:
         told = {name: getattr(self, name) for name in ("verdict", "why", "version", "hint")}
@@ -75,8 +75,8 @@ def judge(
     names = tuple(offer.address for offer in reached)
     if any(advisory.id in offer.ignored for offer in offers):
         return judged(IGNORED, f"by ignore_advisories; {said}", backends=names)
-    hints = {version_hint(advisory, offer.card) for offer in reached}
-    hint = hints.pop() if len(hints) == 1 else ""
+    hints = sorted({version_hint(advisory, offer.card) for offer in reached})
+    hint = "; ".join(hints) if all(hints) else ""
     if not reached and advisory.fixed:
         hint = f"pip install '{advisory.library}>={advisory.fixed}'"
     return judged(APPLIES, said, backends=names, hint=hint)

@@ -43,11 +43,14 @@ Text = Annotated[str, Check("text of a character or more", bool)]
 
 
 def _range(name: str, value: Any) -> str:  # noqa: ANN401  # reads any value
+    expected = "a PEP 440 range, such as >=1.2,<1.4"
+    if not isinstance(value, str):
+        raise refusal(name, value, expected)
     try:
         specifiers(value)
-    except (ValueError, TypeError):
-        raise refusal(name, value, "a PEP 440 range, such as >=1.2,<1.4") from None
-    return str(value)
+    except ValueError:
+        raise refusal(name, value, expected) from None
+    return value
 
 
 def _unaffected(name: str, value: Any) -> Mapping[str, str]:  # noqa: ANN401  # reads any value
@@ -129,7 +132,11 @@ class Advisory(Plain):
                 data = tomllib.loads(Files.read(str(file), MOST_BYTES).decode())
             except ValueError as error:
                 raise refusal(file.name, str(error), "TOML") from error
-            found.append(cls.from_dict(data))
+            try:
+                found.append(cls.from_dict(data))
+            except InvalidInput as error:
+                argument = f"{file.name}, {error.argument}"
+                raise InvalidInput(argument, got=error.got, expected=error.expected) from None
             if found[-1].id != file.stem:
                 raise refusal(f"{file.name}, id", found[-1].id, file.stem)
         return found

@@ -86,6 +86,8 @@ def _entry_points(distribution: Distribution) -> Iterator[tuple[str, str]]:
 def _loading(plugins: Plugins, *, imports_torch: bool) -> Iterator[tuple[str, str]]:
     for failure in plugins.failures:
         yield PROBLEM, str(failure)
+    if not plugins.loaded and not plugins.failures:
+        yield PROBLEM, "no plugin is loaded: it has none, or the configuration leaves it out"
     if imports_torch:
         yield PROBLEM, "importing the plugin imports torch, which every command would wait for"
     yield OK, "imports no torch"
