@@ -247,10 +247,13 @@ def release(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *packages)
     for schema in (ROOT / "docs/schemas").glob("*.json"):
         shutil.copy(schema, dist)
-    wheels = [path for path in packages if path.endswith(".whl")]
+    # By name: of a path, the SBOM would have this machine's folder.
+    version = (ROOT / "VERSION").read_text().strip()
+    names = [f"{path.name.partition('-')[0]}=={version}" for path in sorted(dist.glob("*.whl"))]
+    wanted = [NO_COMPILE, "--find-links", str(dist), *names]
     session.run("python", "-m", "venv", "--clear", str(dist / "venv"))
     python = str(dist / "venv/bin/python")
-    session.run(python, "-m", "pip", "install", "--quiet", NO_COMPILE, *wheels, external=True)
+    session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
     bill = ["--of", "JSON", "-o", str(dist / "attnmux.cdx.json")]
     session.run("cyclonedx-py", "environment", *bill, python)
     shutil.rmtree(dist / "venv")
