@@ -18,7 +18,15 @@ PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
 INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm", "./integrations/sglang"]
-MEMBERS = ["./core", "./parts", "./testing", "./distributed", *PLUGINS, *INTEGRATIONS]
+MEMBERS = [
+    "./core",
+    "./parts",
+    "./testing",
+    "./distributed",
+    "./advisories",
+    *PLUGINS,
+    *INTEGRATIONS,
+]
 TEST_SUPPORT = ["./tests/emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./parts", "./plugins/cpu", "./integrations/transformers"]
@@ -43,6 +51,7 @@ SOURCES = [
     "parts",
     "testing",
     "distributed",
+    "advisories",
     "plugins",
     "integrations",
     "examples",
@@ -85,7 +94,8 @@ def tests(session: nox.Session) -> None:
     # transformers' continuous batching asks psutil for the memory of a CPU.
     # Pillow reads the images of prompts.
     # mkdocs builds the site, in 15 s.
-    tools = ["pytest-xdist", "psutil", "pillow", *SITE]
+    # Schemas are held to jsonschema, the template of a plugin is copied by copier.
+    tools = ["pytest-xdist", "psutil", "pillow", "jsonschema", "copier", *SITE]
     extras = ["./testing[html]", "./plugins/triton[triton]", "./integrations/transformers[gguf]"]
     install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools, *TYPED_TOOLS)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
@@ -218,6 +228,33 @@ def build(session: nox.Session) -> None:
                 # attnmux-cpu compiles the kernels of `native` into its wheel.
                 env = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
                 session.run(*build, str(ROOT / folder), env=env)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build what is published into dist/: sdists, wheels made from them, schemas and an SBOM; and
+    check what PyPI would show. Nothing is uploaded."""
+    session.install(*CONSTRAINTS, "hatchling", "build", "twine", "cyclonedx-bom")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for source in MEMBERS:
+        # PyPI takes no wheel for "linux": that of attnmux-cpu is pure, and compiles at first use.
+        build = ["python", "-m", "build", "--no-isolation", "--outdir", str(dist)]
+        session.run(*build, str(ROOT / source), silent=True)
+    packages = [str(path) for path in sorted([*dist.glob("*.whl"), *dist.glob("*.tar.gz")])]
+    session.run("twine", "check", "--strict", *packages)
+    for schema in (ROOT / "docs/schemas").glob("*.json"):
+        shutil.copy(schema, dist)
+    # By name: of a path, the SBOM would have this machine's folder.
+    version = (ROOT / "VERSION").read_text().strip()
+    names = [f"{path.name.partition('-')[0]}=={version}" for path in sorted(dist.glob("*.whl"))]
+    wanted = [NO_COMPILE, "--find-links", str(dist), *names]
+    session.run("python", "-m", "venv", "--clear", str(dist / "venv"))
+    python = str(dist / "venv/bin/python")
+    session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+    bill = ["--of", "JSON", "-o", str(dist / "attnmux.cdx.json")]
+    session.run("cyclonedx-py", "environment", *bill, python)
+    shutil.rmtree(dist / "venv")
 
 
 @nox.session

@@ -33,7 +33,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 re._MAXCACHE = 8192
 
 
-pytest_plugins = ["turns"]
+pytest_plugins = ["turns", "gaps"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

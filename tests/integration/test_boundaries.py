@@ -20,6 +20,7 @@ MEMBERS = [
     ROOT / "core",
     ROOT / "parts",
     ROOT / "distributed",
+    ROOT / "advisories",
     *sorted((ROOT / "plugins").iterdir()),
     ROOT / "integrations/transformers",
 ]

@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 READMES = sorted(
     page
     for folder in (
-        *("core", "testing", "distributed", "plugins", "integrations"),
+        *("core", "testing", "distributed", "advisories", "plugins", "integrations"),
         *("examples", "benchmarks", "tests", "tools"),
     )
     for page in (ROOT / folder).glob("**/*.md")

@@ -11,7 +11,7 @@ from tools.installs.pip_runs import ROOT, Environment, constraints_for
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TESTED = (
     *("attnmux-testing[html]", "attnmux-emulators", "attnmux-transformers[ranks]"),
-    *("attnmux-triton[triton]", "attnmux-vllm", "attnmux-sglang"),
+    *("attnmux-triton[triton]", "attnmux-vllm", "attnmux-sglang", "attnmux-advisories"),
 )
 TOOLS = (
     *("hatchling", "hypothesis", "pillow", "psutil", "pytest", "pytest-xdist"),

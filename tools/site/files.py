@@ -32,6 +32,7 @@ def outside() -> dict[str, str]:
     repository, and from the root of the site."""
     pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
     pages["CONTRIBUTING.md"] = "contributing.md"
+    pages["SECURITY.md"] = "security.md"
     pages["benchmarks/README.md"] = "results/index.md"
     for result in sorted(ROOT.glob("benchmarks/results/*.md")):
         pages[result.relative_to(ROOT).as_posix()] = f"results/{result.name}"

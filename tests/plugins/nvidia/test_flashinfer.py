@@ -52,6 +52,7 @@ from attnmux.testing.adapters.tests import (
     outputs,
     recorded,
 )
+from gaps import gap
 
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 ADAPTER = AdapterWorld(
@@ -473,9 +474,12 @@ SUNK: dict[str, tuple[Step, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("step", "settings"), SUNK.values(), ids=SUNK)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_sinks_with(step, settings, graph) -> None:
-    if graph and (settings.get("deterministic") or not step.can_be_captured):
-        pytest.skip("no graph serves it")
+def test_sinks_with(request, step, settings, graph) -> None:
+    if graph and not step.can_be_captured:
+        pytest.skip("prompts are not captured")
+    if graph and settings.get("deterministic"):
+        why = "a captured decode without splits runs blocks that its plan leaves unset"
+        gap(request, "notyet", raises=AssertionError, reason=why)
     assert_passes(CANDIDATE, step, sinks=True, lse=True, graph=graph, **settings)
 
 

@@ -106,8 +106,6 @@ def make_batch(table, spans, mode) -> ForwardBatch:
     ],
 )
 def test_picks_in_steps(monkeypatch, dtype, captured, at_once, mode, spans):
-    if captured and mode is ForwardMode.EXTEND:
-        pytest.skip("prompts are not captured")
     monkeypatch.setattr(key_picks, "SCORES_AT_ONCE", at_once)
     pool, table = make_pool(dtype, 128, len(spans))
     batch = make_batch(table, spans, mode)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.cards.figures import Figures
 from attnmux.core.cards.proof import ErrorBound, Verified
@@ -328,6 +329,10 @@ class Offer:
     """Whether the configuration admits the backend."""
     figures: tuple[Figures, ...] = ()
     """The files of figures in the plugin's wheel."""
+    advisories: tuple[Advisory, ...] = ()
+    """Findings about the libraries that the card requires, whoever brings them."""
+    ignored: frozenset[str] = frozenset()
+    """Ids of findings that the configuration ignores."""
     address: str = field(init=False, repr=False, compare=False)
     """`plugin/name`: the name that is never ambiguous."""
     names: frozenset[str] = field(init=False, repr=False, compare=False)

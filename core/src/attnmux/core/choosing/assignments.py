@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from attnmux.core.cards.card import Offer
+from attnmux.core.choosing.advisories import refusing
 from attnmux.core.choosing.points import (
     FALLBACK_KV_DTYPE,
     Point,
@@ -232,4 +233,7 @@ def _because(problem: Problem, best: Assignment, field: str) -> str:
             for reason in shortcomings(offer.card, asked[phase]):
                 if reason.axis == field:
                     return f"{offer.card.name} for {phase} offers {field} {reason.offered}"
+            found = problem.findings(offer.address) if offer.advisories else ()
+            for each in refusing(offer, asked[phase], found):
+                return f"{offer.card.name} for {phase} has the finding {each.id}: {each.source}"
     return "the backends of the phases share no other value"

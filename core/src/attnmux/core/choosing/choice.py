@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnmux.core.cards.card import Offer
+from attnmux.core.choosing.advisories import findings, reasons
 from attnmux.core.choosing.checking import Accuracy, check
 from attnmux.core.facts.fields import read_fields
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.libraries import Libraries
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.reading import Fact
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue, TreeMask
@@ -131,7 +133,9 @@ def disagreements(
             told = check(
                 offer.card, phase, request, platform, plugin=choice.plugin, libraries=libraries
             )
-            for reason in told.reasons:
+            question = Question(request=request, platform=platform, phase=phase)
+            known = findings(offer, libraries) if offer.advisories else ()
+            for reason in (*told.reasons, *reasons(offer, question, known, libraries)):
                 failing.setdefault(reason, []).append(phase)
         yield from (
             f"{address} does not serve {' and '.join(those)} here: {reason}"

@@ -14,6 +14,7 @@ from typing import TypeVar
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.clause import Clause
 from attnmux.core.cards.conditions import ANY, Condition, Excluding, Range
+from attnmux.core.choosing.advisories import USUAL_PAGES
 from attnmux.core.choosing.problem import Group, Problem, Variant
 from attnmux.core.choosing.shortcomings import admits_any
 from attnmux.core.facts.axis import Demand
@@ -69,7 +70,8 @@ def _serving(
     found = []
     for offer in {offer.address: offer for offer, _ in near}.values():
         served = all(offer.address in clauses for clauses in by_phase)
-        if served and not problem.barred(offer.address):
+        asked = (questions[phase] for phase in group.phases)
+        if served and not problem.barred(offer.address) and not problem.advised(offer, asked):
             found.append((offer, tuple(clauses[offer.address] for clauses in by_phase)))
     return found
 
@@ -119,7 +121,9 @@ def feasible_points(
         return
     clauses = [*clauses_of(candidates), *also]
     opened = variant.questions
-    for page_size in _page_sizes(variant.request, clauses):
+    offers = [offer for found in candidates for offer, _ in found if offer.advisories]
+    is_limited = any(problem.findings(offer.address) for offer in offers)
+    for page_size in _page_sizes(variant.request, clauses, USUAL_PAGES if is_limited else ()):
         for kv_dtype in _kv_dtypes(variant.request, clauses):
             request = _resolved(variant.request, page_size, kv_dtype)
             resolved = problem.variant(request, variant.dropped, opened)
@@ -136,6 +140,7 @@ def feasible_points(
                         not added[phase] or admits_any(admitting, added[phase])
                         for phase, admitting in zip(group.phases, by_phase, strict=True)
                     )
+                    and not problem.advised(offer, (resolved.questions[p] for p in group.phases))
                 )
                 for group, found in zip(problem.groups, candidates, strict=True)
             )
@@ -143,11 +148,11 @@ def feasible_points(
                 yield resolved, fitting
 
 
-def _page_sizes(request: Request, clauses: Sequence[Clause]) -> list[int]:
-    """Enough sizes that, if any size serves all groups, one of these does."""
+def _page_sizes(request: Request, clauses: Sequence[Clause], also: Iterable[int] = ()) -> list[int]:
+    """Enough sizes that, if any size serves all groups, one of these does; and `also`."""
     if request.page_size is not None:
         return [request.page_size]
-    return sorted(joint_examples(clause.page_size for clause in clauses))
+    return sorted(joint_examples(clause.page_size for clause in clauses).union(also))
 
 
 def _kv_dtypes(request: Request, clauses: Sequence[Clause]) -> list[str]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import offers_named, refuse_unknown
+from attnmux.core.choosing.advisories import refusing
 from attnmux.core.choosing.checking import Ranking
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.errors import UnknownBackend
@@ -78,6 +80,8 @@ class Problem:
     ranking: Ranking
     opposed: Opposed
     libraries: Libraries
+    findings: Callable[[str], Sequence[Advisory]]
+    """The advisories on the libraries of the offer with an address."""
 
     def opponents(self, address: str, lead: str) -> frozenset[str]:
         """Addresses of the backends that may not serve the other of decode and extend."""
@@ -85,8 +89,14 @@ class Problem:
 
     def serves(self, offer: Offer, questions: Questions, phases: Iterable[str]) -> bool:
         """Whether the offer serves all of `phases`."""
-        served = all(offer.card.serves(questions[phase]) for phase in phases)
-        return served and not self.barred(offer.address)
+        asked = [questions[phase] for phase in phases]
+        served = all(offer.card.serves(question) for question in asked)
+        return served and not self.barred(offer.address) and not self.advised(offer, asked)
+
+    def advised(self, offer: Offer, questions: Iterable[Question]) -> bool:
+        """Whether an advisory refuses one of the questions to the offer."""
+        found = self.findings(offer.address) if offer.advisories else ()
+        return bool(found) and any(refusing(offer, question, found) for question in questions)
 
     def variants(self) -> tuple[Variant, ...]:
         """The request as it is, then with any one coercible value unset, any two, …"""

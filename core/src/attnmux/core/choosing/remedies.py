@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import cache
 from itertools import tee
 
+from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.card import Offer
+from attnmux.core.choosing.advisories import version_hint
 from attnmux.core.choosing.assignments import is_compatible
 from attnmux.core.choosing.points import Candidate, Point, candidates_of, feasible_points
 from attnmux.core.choosing.problem import CACHED_LEADS, Problem, Variant
@@ -37,12 +39,17 @@ class Remedies:
         self._hold = cache(self._lead_on)
         self._ways = cache(self._ways_to)
 
-    def checked(self, place: int, offer: Offer, short: Sequence[Reason]) -> list[Reason]:
-        """The reasons that bar the offer from any request, and `short`, its shortcomings in a phase
-        of the group. They have hints where following them all leads to a decision in which the
-        offer serves the group."""
-        reasons = [*self._original.barred(offer.address), *short]
+    def checked(
+        self, place: int, offer: Offer, short: Sequence[Reason], advised: Sequence[Reason] = ()
+    ) -> list[Reason]:
+        """The reasons that bar the offer from any request, `short`, its shortcomings in a phase of
+        the group, and those of advisories there. They have hints where following them all leads to
+        a decision in which the offer serves the group."""
+        reasons = [*self._original.barred(offer.address), *short, *advised]
         if reasons and all(reason.hint for reason in reasons):
+            # Each finding hints at one page size for all of them
+            pages = [reason for reason in advised if "=" in reason.hint.partition(" ")[0]]
+            short = [*short, *pages[:1]]
             changes = tuple(parse_fields(",".join(reason.hint for reason in short)).items())
             if self._hold(place, offer.address, changes):
                 return reasons
@@ -112,7 +119,13 @@ class Remedies:
             )
             for group in original.groups
         )
-        problem = replace(original, request=request, groups=groups, barred=self._lasting)
+        problem = replace(
+            original,
+            request=request,
+            groups=groups,
+            barred=self._lasting,
+            findings=self._lasting_findings,
+        )
         variant = problem.variant(request)
         candidates = candidates_of(problem, variant)
         (points,) = tee(feasible_points(problem, variant, candidates), 1)
@@ -122,3 +135,11 @@ class Remedies:
         """The reasons against an offer that installing a library does not remove."""
         reasons = self._original.barred(address)
         return () if all(reason.hint for reason in reasons) else reasons
+
+    def _lasting_findings(self, address: str) -> Sequence[Advisory]:
+        """The advisories on an offer's libraries that installing another release does not lift."""
+        found = self._original.findings(address)
+        if not found:
+            return ()
+        card = next(o.card for o in self._original.offers if o.address == address)
+        return [each for each in found if not version_hint(each, card, found)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
+from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
+from attnmux.core.choosing.advisories import findings, notes
 from attnmux.core.choosing.assignments import (
     Assignment,
     best_assignment,
@@ -162,6 +164,9 @@ def _problem(
         offer = by_address[address]
         return [*standing(offer, policy, known), *accuracy(offer, request)]
 
+    def found(address: str) -> Sequence[Advisory]:
+        return findings(by_address[address], known)
+
     return Problem(
         request=request,
         platform=platform,
@@ -172,6 +177,7 @@ def _problem(
         ranking=ranking,
         opposed=opposed(offers),
         libraries=known,
+        findings=cache(found),
     )
 
 
@@ -230,7 +236,15 @@ def _decision(
             note
             for offer in dict.fromkeys(best.winners)
             for note in caveats(offer.card, problem.platform, problem.libraries)
-        ),
+        )
+        + tuple(dict.fromkeys(_findings_noted(problem, best))),
         candidates=Deferred(partial(verdicts, problem, variants, best)),
         is_checked=True,
     )
+
+
+def _findings_noted(problem: Problem, best: Assignment) -> Iterator[str]:
+    """What is said of advisories that do not refuse the winners."""
+    for group, offer in zip(problem.groups, best.winners, strict=True):
+        for phase in group.phases if offer.advisories else ():
+            yield from notes(offer, best.variant.questions[phase], problem.findings(offer.address))

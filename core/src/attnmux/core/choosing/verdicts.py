@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from attnmux.core.cards.card import Offer
+from attnmux.core.choosing.advisories import reasons as advisory_reasons
 from attnmux.core.choosing.assignments import Assignment
 from attnmux.core.choosing.checking import Rank, verdict
 from attnmux.core.choosing.problem import CACHED_LEADS, Group, Problem, Variant
@@ -20,7 +21,7 @@ from attnmux.core.choosing.shortcomings import (
     shortcomings_by_phase,
 )
 from attnmux.core.facts.errors import NoBackend
-from attnmux.core.facts.questions import demands_of
+from attnmux.core.facts.questions import Question, demands_of
 from attnmux.core.facts.values import PHASES
 from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.facts.verdicts import Obstacle, Reason, Verdict
@@ -66,9 +67,16 @@ class _Verdicts:
             short = shortcomings_by_phase(offer.card, self._plain, phases)
             for place, group in enumerate(self._problem.groups):
                 for phase in group.phases:
-                    reasons = remedies.checked(place, offer, short[phase])
+                    advised = self._advised(offer, self._plain[phase])
+                    reasons = remedies.checked(place, offer, short[phase], advised)
                     found.append(self._verdict(group, phase, offer, reasons))
         return found
+
+    def _advised(self, offer: Offer, question: Question) -> list[Reason]:
+        problem = self._problem
+        if not offer.advisories:
+            return []
+        return advisory_reasons(offer, question, problem.findings(offer.address), problem.libraries)
 
     def _served_by(self, variant: int) -> Serving:
         questions = self._variants[variant].questions
@@ -131,9 +139,10 @@ class _Verdicts:
         # What keeps it from serving as decided, with the winners of the others: its own phase's
         # reasons first, then those of the phases that one backend serves with it
         together, decided = (phase, *group.phases), self._best.variant.questions
-        failing = next((each for each in together if not offer.card.serves(decided[each])), "")
+        failing = next((p for p in together if not self._problem.serves(offer, decided, (p,))), "")
         if failing:
-            against = shortcomings(offer.card, decided[failing])
+            question = decided[failing]
+            against = [*shortcomings(offer.card, question), *self._advised(offer, question)]
         else:
             against = self._excluded(group, offer, None)
         if not against:

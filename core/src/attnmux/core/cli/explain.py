@@ -14,6 +14,8 @@ from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
 
 MEANINGS: Mapping[str, str] = {
+    "ADVISORY": "The installed release of a library that it uses gives wrong numbers, faults or "
+    "hangs for this request. The reason names the finding and its source; attnmux audit lists all.",
     "CONTRACT": "Its card is written for another version of the contract. Update its plugin or "
     "attnmux-core.",
     "DENIED": "The configuration leaves it out: allow_backends, deny_backends or the lists of "

@@ -31,12 +31,14 @@ VERBS: Mapping[str, tuple[str, str]] = {
 }
 
 OPTIONAL: Mapping[str, tuple[str, str]] = {
+    "audit": ("attnmux-advisories", "List known faults of the installed kernel libraries."),
     "bench": ("attnmux-testing", "Time every backend here on the same steps."),
     "generate": ("attnmux-transformers", "Generate text with a Hugging Face model."),
     "matrix": ("attnmux-testing", "Print the support matrix of all backends."),
     "replay": ("attnmux-testing", "Run a kept failure again, on any backend."),
     "report": ("attnmux-testing", "Write a report on the backends of this machine."),
     "tune": ("attnmux-testing", "Try kernel launches here, and keep the fastest."),
+    "validate": ("attnmux-testing", "Check a plugin's distribution, without a device."),
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }
 """This project's verbs in other distributions: the distribution, and the verb's summary."""

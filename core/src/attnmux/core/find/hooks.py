@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from attnmux.core.cards.advisory import Advisory
     from attnmux.core.cards.card import BackendCard
     from attnmux.core.cards.figures import Figures
     from attnmux.core.facts.platform import Platform
@@ -38,5 +39,11 @@ class HookSpecs:
         a device of their kind alone."""
         return []
 
+    @hookspec
+    def attnmux_advisories(self) -> list[Advisory]:
+        """Findings about releases of kernel libraries, mostly `Advisory.in_folder`. They hold for
+        every plugin's backends."""
+        return []
 
-HOOKS = ("attnmux_platforms", "attnmux_cards", "attnmux_figures")
+
+HOOKS = ("attnmux_platforms", "attnmux_cards", "attnmux_figures", "attnmux_advisories")

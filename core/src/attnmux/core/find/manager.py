@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pluggy
 
+from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.card import BackendCard
 from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.checks import refusal
@@ -44,6 +45,8 @@ class Manager:
                     loaded = _attempt(self._with_cards, plugin, "cards")
                 if not loaded.failures:
                     loaded = _attempt(self._with_figures, loaded, "figures")
+                if not loaded.failures:
+                    loaded = _attempt(self._with_advisories, loaded, "advisories")
                 self._loaded[plugin] = loaded
             return self._loaded[plugin]
 
@@ -79,6 +82,10 @@ class Manager:
 
     def _with_figures(self, plugin: Plugin) -> Plugin:
         return plugin._replace(figures=tuple(self._ask(plugin, "attnmux_figures", Figures)))
+
+    def _with_advisories(self, plugin: Plugin) -> Plugin:
+        found = self._ask(plugin, "attnmux_advisories", Advisory)
+        return plugin._replace(advisories=tuple(found))
 
     def _with_platforms(self, plugin: Plugin) -> Plugin:
         platforms = self._ask(plugin, "attnmux_platforms", Platform)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Literal, NamedTuple
 
+from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.card import BackendCard
 from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.frozen import Plain
@@ -16,7 +17,7 @@ from attnmux.core.facts.platform import Platform
 MOST_ERROR = 1000
 LONGEST_TRACEBACK = 20_000
 
-Stage = Literal["load", "cards", "figures", "platforms"]
+Stage = Literal["load", "cards", "figures", "advisories", "platforms"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,7 @@ class Plugin(NamedTuple):
     version: str = ""
     cards: tuple[BackendCard, ...] = ()
     figures: tuple[Figures, ...] = ()
+    advisories: tuple[Advisory, ...] = ()
     probes: bool = False
     """Whether the plugin implements the probe."""
     platforms: tuple[Platform, ...] = ()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from attnmux.core.cards.card import Offer
+from attnmux.core.cards.advisory import Advisory
+from attnmux.core.cards.card import BackendCard, Offer
 from attnmux.core.cards.installed_files import installed
 from attnmux.core.cards.named import KNOWN_BACKENDS
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.facts.libraries import canonical, entry_points, identity
+from attnmux.core.facts.libraries import canonical, entry_points, identity, parsed_requirement
 from attnmux.core.facts.policy import Policy
 from attnmux.core.find.devices import Detection, survey
 from attnmux.core.find.manager import manager
@@ -42,6 +43,8 @@ class Plugins:
     """The environment's variables that hide devices."""
     shipped: bool = True
     """Whether offers have the figures that plugins carry."""
+    ignored: frozenset[str] = frozenset()
+    """Ids of advisories that refuse nothing."""
     named: str | None = None
     """The configured platform, which may describe a device that no plugin finds."""
 
@@ -79,6 +82,7 @@ class Plugins:
             policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends),
             variables=Settings.device_variables(),
             shipped=not settings.no_shipped_figures,
+            ignored=frozenset(settings.ignore_advisories),
             named=settings.platform,
         )
 
@@ -89,7 +93,7 @@ class Plugins:
         for plugin, card in brought:
             if card.name not in KNOWN_BACKENDS:
                 owners.setdefault(card.name, set()).add(plugin.distribution)
-        offers = []
+        findings, offers = self.advisories(), []
         for plugin, card in brought:
             names = (card.name, *card.aliases)
             foreign = {
@@ -102,10 +106,20 @@ class Plugins:
                 version=plugin.version,
                 foreign=frozenset(foreign),
                 figures=plugin.figures if self.shipped else (),
+                advisories=_about(card, findings),
+                ignored=self.ignored,
             )
             admitted = self.policy.admits(offer.names, offer.claims)
             offers.append(offer if admitted else replace(offer, admitted=False))
         return tuple(offers)
+
+    def advisories(self) -> tuple[Advisory, ...]:
+        """The findings of all plugins by id; of two with one id, the first plugin's counts."""
+        found = (each for plugin in self.loaded for each in plugin.advisories)
+        by_id: dict[str, Advisory] = {}
+        for each in found:
+            by_id.setdefault(each.id, each)
+        return tuple(by_id[name] for name in sorted(by_id))
 
     def detect(self, *, root: Path = Path("/")) -> Detection:
         """The devices that the plugins find, and those that no plugin reports.
@@ -124,6 +138,15 @@ class Plugins:
             named=self.named,
             root=root,
         )
+
+
+def _about(card: BackendCard, findings: Sequence[Advisory]) -> tuple[Advisory, ...]:
+    """The findings about the libraries of a card, its builds' too."""
+    if not findings:
+        return ()
+    builds = (parsed_requirement(text).name for one in card.builds for text in one.requires)
+    names = {canonical(name) for name in (*card.libraries(), *builds)}
+    return tuple(each for each in findings if canonical(each.library) in names)
 
 
 def find_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> list[Plugin]:

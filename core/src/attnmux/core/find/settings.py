@@ -131,6 +131,9 @@ class Settings:
     """Choose as if nothing had been measured on this machine."""
     no_shipped_figures: Flag = False
     """Choose as if plugins carried no figures: by this machine's, else by the priors of cards."""
+    ignore_advisories: Words = ()
+    """Ids of findings about kernel libraries that refuse nothing; a decision that rests on one says
+    so."""
     launches: Word = None
     """The file of launches that were tuned on this machine, as `measurements` is."""
     no_launches: Flag = False

@@ -1,0 +1,1 @@
+"""`attnmux validate`: whether a plugin's distribution is well made, without a device."""
