@@ -33,6 +33,7 @@ def outside() -> dict[str, str]:
     pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
     pages["CONTRIBUTING.md"] = "contributing.md"
     pages["benchmarks/README.md"] = "results/index.md"
+    pages["benchmarks/STATUS.md"] = "results/status.md"
     for result in sorted(ROOT.glob("benchmarks/results/*.md")):
         pages[result.relative_to(ROOT).as_posix()] = f"results/{result.name}"
     for readme in sorted(_readmes()):
