@@ -9,7 +9,7 @@ import pytest
 import torch
 from hashing import DrawingRunner, check_all_free
 
-from attnmux.parts import DraftTree
+from attnmux.parts import AcceptThresholds, DraftTree
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, SequenceState
 from attnmux.transformers.run import stats
 from attnmux.transformers.run.ranks import Ranks
@@ -163,11 +163,14 @@ def test_drawn_texts_are_the_same(monkeypatch, overlap):
     assert counts.rested
 
 
-def test_several_ranks_draft_in_every_step(monkeypatch):
+def test_several_ranks_and_thresholds_draft_in_every_step(monkeypatch):
     drafts = Planted(noise, lambda ids: False)
     _, _, counts = answered(monkeypatch, noise, drafts, ranks=Ranks(size=2))
     assert counts.rested == 0
     assert counts.requests > 190
+    accept = AcceptThresholds(single=0.9)
+    _, _, counts = answered(monkeypatch, noise, drafts, accept=accept)
+    assert counts.rested == 0
 
 
 def test_what_a_lookup_would_have_guessed():

@@ -80,8 +80,8 @@ class Engine:
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         accept: which drafts of sampled requests are accepted; None keeps their texts.
         draft_always: draft in every step that decodes. Otherwise steps draft while this pays, by
-        each request's acceptance and the time of steps, and try again now and then. Several ranks
-        draft in every step.
+        each request's acceptance and the time of steps, and try again now and then. Several ranks,
+        and thresholds, draft in every step.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
         are never launched ahead.
         Raises InvalidInput for drafts where the model has an encoder, or where ranks have requests

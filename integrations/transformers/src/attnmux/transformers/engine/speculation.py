@@ -46,8 +46,9 @@ class Speculation:
         *,
         always: bool = False,
     ) -> None:
-        """accept: of sampled requests. always: draft also where it does not pay; several ranks do,
-        since their clocks differ and their steps must not.
+        """accept: of sampled requests. always: draft also where it does not pay. Several ranks do,
+        since their clocks differ and their steps must not, and thresholds, by which texts depend
+        on the drafts.
 
         Raises InvalidInput for a model with an encoder, and for drafts of which linear layers keep
         no states."""
@@ -58,7 +59,8 @@ class Speculation:
             _check_states(proposer, cache.steps.linear_states)
         runner.check_drafts(proposer.topk)
         self._proposer = proposer
-        self._pace = None if always or runner.ranks.size > 1 else DraftPace(proposer)
+        always = always or runner.ranks.size > 1 or not accept.exact
+        self._pace = None if always else DraftPace(proposer)
         self._cache = cache
         self._stats = stats
         self._accept = accept
