@@ -132,7 +132,7 @@ def add_commits() -> None:
         text = path.read_text(encoding="utf-8")
         if "versions" not in (facts := Results.read(path).facts) or "commit" in facts:
             continue
-        command = ["git", "log", "--diff-filter=A", "--format=%h", "--abbrev=8", "--", path]
+        command = ["git", "log", "--diff-filter=A", "--format=%h", "--abbrev=8", "--", str(path)]
         added = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         if added:
             line = next(one for one in text.splitlines() if one.startswith("| versions |"))
