@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median_high, median_low
 from weakref import WeakKeyDictionary
 
 from attnmux.transformers.draft.proposers import Proposer
@@ -27,8 +27,8 @@ SHARE = 0.005
 the 2 % that drafts which do not pay may cost."""
 
 UNMEASURED = 2.0
-"""Cost of a step that verifies, in plain steps, until two of each were timed. Small models on CPUs
-cost as much with 7 drafts, GPUs less."""
+"""Cost of a step that verifies, in plain steps, before any was timed. Small models on CPUs cost as
+much with 7 drafts, GPUs less."""
 
 
 @dataclass(slots=True)
@@ -58,11 +58,13 @@ class StepTimes:
     """Seconds of the last steps of one kind, of about as many requests."""
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    is_warm: bool = False
 
-    @property
-    def seconds(self) -> float | None:
-        """None before two steps: the first may compile."""
-        return median_low(self.last) if len(self.last) > 1 else None
+    def add(self, seconds: float) -> None:
+        """Count a step, unless it is the first, which may compile."""
+        if self.is_warm:
+            self.last.append(seconds)
+        self.is_warm = True
 
 
 class DraftPace:
@@ -89,7 +91,7 @@ class DraftPace:
         depth, cost = min(self._depth, most - 1), self._cost(len(states))
         expected = sum([self._of(state).expected(depth) for state in states])
         loss = cost - 1 - expected / len(states)
-        plain = self._plain[_size(len(states))].seconds
+        plain = self._seconds_of_plain(len(states))
         if plain is None:
             return loss <= -cost
         return loss <= 0 or self._lost + loss * plain <= budget
@@ -103,7 +105,7 @@ class DraftPace:
             acceptance.count(hits, misses)
             acceptance.read = len(state.token_ids)
             self._all.count(hits, misses)
-        plain = self._plain[_size(len(states))].seconds
+        plain = self._seconds_of_plain(len(states))
         if plain is not None:
             yielded = 1 + sum(accepted) / len(accepted)
             self._lost = max(0.0, self._lost + (self._cost(len(states)) - yielded) * plain)
@@ -112,9 +114,9 @@ class DraftPace:
         """Count a step's time. drafting: what guesses took of it."""
         self._seconds += seconds
         if verified:
-            self._verify[_size(batch_size)].last.append(seconds)
+            self._verify[_size(batch_size)].add(seconds)
         else:
-            self._plain[_size(batch_size)].last.append(seconds - drafting)
+            self._plain[_size(batch_size)].add(seconds - drafting)
             self._looked += drafting
 
     def _look_back(self, states: Sequence[SequenceState]) -> None:
@@ -128,10 +130,16 @@ class DraftPace:
             acceptance.read = end
 
     def _cost(self, batch_size: int) -> float:
-        """Of a step that verifies, in plain steps."""
-        size = _size(batch_size)
-        plain, verify = self._plain[size].seconds, self._verify[size].seconds
-        return UNMEASURED if plain is None or verify is None else max(verify / plain, 1.0)
+        """Of a step that verifies, in plain steps. Few times count less than what is usual."""
+        plain, verify = self._seconds_of_plain(batch_size), self._verify[_size(batch_size)].last
+        if plain is None or not verify:
+            return UNMEASURED
+        share = len(verify) / (len(verify) + 1)
+        return share * max(median_high(verify) / plain, 1.0) + (1 - share) * UNMEASURED
+
+    def _seconds_of_plain(self, batch_size: int) -> float | None:
+        last = self._plain[_size(batch_size)].last
+        return (median_low(last) or None) if last else None
 
     def _of(self, state: SequenceState) -> Acceptance:
         found = self._requests.get(state)
