@@ -2,14 +2,18 @@
 
     python -m benchmarks.speculation [--random 3b | --model FOLDER] [--backend NAME] [--batch 1,32]
                                      [--drafts 4] [--topk 1] [--length 240] [--new 64] [--rounds 3]
-                                     [--page-size N] [--device DEVICE] [--json FILE]
+                                     [--page-size N] [--device DEVICE] [--chat] [--json FILE]
 
 Greedy, without stop ids and prefix cache, from graphs where there are any. The ways take turns on
 one runner and generate the same number of tokens:
 
 - `plain`: decode steps without drafts.
 - `wrong`: each step verifies drafts that cost no time to make, and rejects them.
-- `ngram`: drafts by n-gram lookup, on prompts that repeat themselves.
+- `ngram`: each step verifies drafts by n-gram lookup, on prompts that repeat themselves.
+- `paced`: the same lookup in those steps in which it pays, as the engine does by itself.
+
+With `--chat`, prompts are the questions of `tools.real_model`, as chats, as many at a time as
+`--batch` says; answers end at the model's stop ids.
 
 The first figure is the model's call of one request, with the root and `--drafts` drafts, compared
 with a plain decode step. The table is of decode steps in which all prompts take part.
@@ -21,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ from attnmux.transformers import (
     NgramProposer,
     RunnerOptions,
     SequenceState,
+    encode_prompts,
     open_checkpoint,
     recall,
 )
@@ -45,6 +51,7 @@ from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.draft.verify_step import VerifyStep
 from attnmux.transformers.requests.sequence import Step
 from attnmux.transformers.run.stats import PARTS
+from tools.real_model.__main__ import QUESTIONS
 
 WARM_UP_STEPS = 4
 """Steps of each run that are not counted."""
@@ -68,6 +75,9 @@ class WrongProposer:
         parents = (torch.arange(num) - 1).div(self.topk, rounding_mode="floor")
         return DraftTree.of(tokens, parents.expand_as(tokens), topk=self.topk)
 
+    def look_back(self, state: SequenceState, begin: int) -> None:
+        """See `Proposer`."""
+
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Nothing is held."""
 
@@ -84,6 +94,7 @@ class WrongProposer:
 @click.option("--backend", default=None)
 @click.option("--device", default=None)
 @click.option("--page-size", type=int, default=None)
+@click.option("--chat", is_flag=True, help="Questions instead of random prompts.")
 @json_option
 def main(
     batches: str,
@@ -97,6 +108,7 @@ def main(
     backend: str | None,
     device: str | None,
     page_size: int | None,
+    chat: bool,
     path: Path | None,
 ) -> None:
     """Print the ratio of a verifying step to a plain one, and the parts of steps in each way."""
@@ -119,15 +131,34 @@ def main(
     except GraphUnsupported as error:
         reason = str(error)
     clock = MetadataClock(runner)
-    prompts = [copying(ids) for ids in make_prompts(runner, max(sizes), length)]
+    ends: Collection[int] = ()
+    if chat:
+        asked = list(islice(cycle(QUESTIONS), max(len(QUESTIONS), *sizes)))
+        checkpoint = open_checkpoint(model)
+        prompts = encode_prompts(checkpoint, asked, max_context_len=length, chat=True)
+        ends = checkpoint.stop_ids(runner.model)
+    else:
+        prompts = [copying(ids) for ids in make_prompts(runner, max(sizes), length)]
     wrong = WrongProposer(drafts + 1, topk)
     ways: dict[str, Proposer | None] = {"plain": None, "wrong": wrong}
-    ways["ngram"] = NgramProposer(draft_token_num=drafts + 1, topk=topk)
+    ways["ngram"] = ways["paced"] = NgramProposer(draft_token_num=drafts + 1, topk=topk)
     calls = interleave(model_calls(runner, prompts[0], wrong), 10 * rounds, warm_up=3)
     taken: dict[str, list[dict[str, float]]] = {}
 
     def measure(name: str, way: str, size: int) -> float:
-        figures = run(runner, prompts[:size], new, ways[way], clock)
+        figures = run(
+            runner,
+            prompts if chat else prompts[:size],
+            new,
+            partial(
+                Engine,
+                drafts=ways[way],
+                draft_always=way != "paced",
+                stop_ids=ends,
+                max_running=size,
+            ),
+            clock,
+        )
         taken.setdefault(name, []).append(figures)
         return figures["whole step"]
 
@@ -163,12 +194,17 @@ def main(
         f"{us['decode']:,.0f} us plain, ratio {ratio:.3f} (bar 1.15)"
     )
     for size in sizes:
-        gain = found[f"ngram {size}"]["tokens/s"] / found[f"plain {size}"]["tokens/s"]
+        plain, *drafted = (found[f"{way} {size}"] for way in ("plain", "ngram", "paced"))
+        gains = {
+            f"{way}_{unit}_{size}": one[unit] / plain[unit]
+            for way, one in zip(("ngram", "paced"), drafted, strict=True)
+            for unit in ("tokens/s", "tokens/CPU s")
+        }
         between = found[f"wrong {size}"]["host between two steps"]
-        report.save(**{f"gain_{size}": gain, f"between_us_{size}": between})
+        report.save(**gains, **{f"between_us_{size}": between})
         report.note(
             f"{size} prompts: {between:,.0f} us of the host between two steps (bar 150); "
-            f"tokens/s with n-gram drafts {gain:.2f} times those without"
+            + ", ".join(f"{name} {gain:.3f} times plain" for name, gain in gains.items())
         )
 
 
@@ -207,23 +243,23 @@ def run(
     runner: ModelRunner,
     prompts: list[list[int]],
     new: int,
-    drafts: Proposer | None,
+    make: Callable[..., Engine],
     clock: MetadataClock,
 ) -> dict[str, float]:
     """Generate for all prompts. The figures are of the decode steps after the first few."""
-    engine = Engine(
-        runner, prefill_tokens=sum(map(len, prompts)), prefix_cache=False, drafts=drafts
-    )
+    engine = make(runner, prefill_tokens=sum(map(len, prompts)), prefix_cache=False)
     for ids in prompts:
         engine.add(ids, max_new_tokens=new)
     while engine.has_work and engine.stats.decode.steps < WARM_UP_STEPS:
         engine.step()
     engine.stats.reset()
     clock.seconds = 0.0
-    began = time.perf_counter()
+    cpu_seconds = 0.0
     while engine.has_work:
+        steps, began = engine.stats.decode.steps, time.process_time()
         engine.step()
-    seconds = time.perf_counter() - began
+        if engine.stats.decode.steps > steps:
+            cpu_seconds += time.process_time() - began
     decode, accepted = engine.stats.decode, engine.stats.drafts.accepted_per_step
     parts = {str(part): spent / decode.steps * 1e6 for part, spent in decode.parts.items()}
     if runner.verify_graphs is not None:
@@ -235,7 +271,8 @@ def run(
         "the same, with drafting": sum(parts[part] for part in (*BETWEEN, "draft")),
         "whole step": decode.seconds / decode.steps * 1e6,
         "accepted a step": accepted,
-        "tokens/s": decode.new_tokens / seconds,
+        "tokens/s": decode.new_tokens / decode.seconds,
+        "tokens/CPU s": decode.new_tokens / cpu_seconds,
     }
 
 

@@ -34,6 +34,7 @@ def outside() -> dict[str, str]:
     pages["CONTRIBUTING.md"] = "contributing.md"
     pages["SECURITY.md"] = "security.md"
     pages["benchmarks/README.md"] = "results/index.md"
+    pages["benchmarks/STATUS.md"] = "results/status.md"
     for result in sorted(ROOT.glob("benchmarks/results/*.md")):
         pages[result.relative_to(ROOT).as_posix()] = f"results/{result.name}"
     for readme in sorted(_readmes()):

@@ -33,6 +33,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
+from attnmux.transformers.draft.pace import DraftPace
 from attnmux.transformers.load.checkpoint import quiet_transformers
 
 BASE = {
@@ -270,6 +271,13 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
             elif "sinks" in name:
                 parameter.normal_(0, 1)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def _drafts_in_every_step(monkeypatch):
+    """Whether drafts pay on this machine must not decide what is tested. `test_draft_pace` has this
+    fixture without the patch."""
+    monkeypatch.setattr(DraftPace, "drafts", lambda *_: True)
 
 
 @pytest.fixture(autouse=True)

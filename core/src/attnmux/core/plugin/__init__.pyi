@@ -26,6 +26,7 @@ from attnmux.core.adapters.rehearsal import rehearse_convolutions as rehearse_co
 from attnmux.core.adapters.rehearsal import smallest_batches as smallest_batches
 from attnmux.core.adapters.shared_kernels import shared_kernel as shared_kernel
 from attnmux.core.adapters.shared_kernels import with_shared_kernels as with_shared_kernels
+from attnmux.core.adapters.waiting import elapsed_shown as elapsed_shown
 from attnmux.core.cards.advisory import Advisory as Advisory
 from attnmux.core.cards.card import BackendCard as BackendCard
 from attnmux.core.cards.card import Build as Build

@@ -174,6 +174,12 @@ AT_LEAST_1 = click.IntRange(min=1)
     "them with --topk above 1.",
 )
 @click.option(
+    "--draft-always",
+    is_flag=True,
+    help="With --draft, guess in every step. Without it, steps guess while this pays on this "
+    "machine, and try again now and then.",
+)
+@click.option(
     "--accept-threshold-single",
     type=FiniteRange(0, 1, min_open=True),
     default=1.0,

@@ -42,6 +42,8 @@ class Drafting:
     """Tokens that a step verifies; None: the usual number, or fewer where there are fewer."""
     topk: int
     steps: int | None
+    always: bool = False
+    """Whether steps draft also where it does not pay."""
     attention_mode: Literal["prefill", "decode"] | None = None
     """Which of the two backends verifies, and reads for a draft model; None: prefill's."""
     backend: str | None = None
@@ -66,6 +68,7 @@ class Drafting:
             "--draft-tokens": self.draft_tokens,
             "--topk": None if self.topk == 1 else self.topk,
             "--steps": self.steps,
+            "--draft-always": self.always or None,
         }
         for name, value in of_drafts.items():
             if value is not None and self.draft is None:

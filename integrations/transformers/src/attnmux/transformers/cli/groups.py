@@ -19,7 +19,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Graphs": ("graph", "graph_sizes", "graph_padding", "compile"),
     "Drafts": (
         *("draft", "draft_tokens", "topk", "steps", "draft_backend", "speculative_attention_mode"),
-        *("accept_threshold_single", "accept_threshold_acc"),
+        *("draft_always", "accept_threshold_single", "accept_threshold_acc"),
     ),
     "Sparse decoding": ("sparse", "sparse_budget"),
     "Several devices": ("tp", "dcp", "pcp", "pcp_min_tokens", "dp_attention"),

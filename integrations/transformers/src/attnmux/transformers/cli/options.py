@@ -83,6 +83,7 @@ class Options:
         drafting = Drafting(
             attention_mode=left["speculative_attention_mode"],
             backend=left.pop("draft_backend"),
+            always=left.pop("draft_always"),
             **{name: left.pop(name) for name in ("draft", "draft_tokens", "topk", "steps")},
         )
         options = cls(

@@ -202,6 +202,8 @@ def closing_line(
             f"KV memory: {runner.sizes.full} tokens, {runner.sizes.gain:.2f} times as many as "
             "without a window pool"
         )
+    if stats.drafts.rested:
+        parts.append(f"drafts would not have paid for {stats.drafts.rested} tokens")
     if stats.drafts.requests:
         parts.append(
             f"drafts: {stats.drafts.accepted_tokens} of {stats.drafts.draft_tokens} accepted, "

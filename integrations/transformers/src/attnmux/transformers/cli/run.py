@@ -156,6 +156,7 @@ def run_command(
             prefill_tokens=answering.prefill_tokens,
             drafts=drafts,
             accept=options.accept,
+            draft_always=drafting.always,
         )
         as_json = answering.as_json
         generation = _generate(engine, wanted, silent=as_json, stream=not answering.no_stream)

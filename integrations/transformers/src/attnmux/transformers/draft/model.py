@@ -147,6 +147,9 @@ class ModelProposer:
             self._forget()
             raise
 
+    def look_back(self, state: SequenceState, begin: int) -> None:
+        """None: only the draft model can say what it would have guessed."""
+
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Free what the draft model holds for all other requests."""
         gone = self._read.keys() - set(states)

@@ -38,6 +38,10 @@ class Proposer(Protocol):
         for `visible`, which may be on the target's device.
         """
 
+    def look_back(self, state: SequenceState, begin: int) -> Sequence[bool] | None:
+        """Whether a guess would have been right about each token of a request's text, from place
+        `begin`, at least 1, to its end. None if the text alone does not say it."""
+
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Free what is held for all other requests: they have ended or wait for memory."""
 
@@ -93,14 +97,27 @@ class NgramProposer:
         parents = torch.from_numpy(np.array(links) + 1)
         return DraftTree.of(draft_tokens, parents, topk=self.topk)
 
+    def look_back(self, state: SequenceState, begin: int) -> Sequence[bool]:
+        """See `Proposer`. Looks every token up, which takes microseconds each."""
+        index, token_ids = self._index_of(state), state.token_ids
+        found = []
+        for end in range(begin, len(token_ids)):
+            guesses = index.chains(token_ids, depth=1, width=self.topk, end=end)
+            found.append([token_ids[end]] in guesses)
+        return found
+
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Nothing to do: what was found in a request's text goes with the request."""
 
-    def _tree(self, state: SequenceState, most: int) -> tuple[list[int], Sequence[int]]:
+    def _index_of(self, state: SequenceState) -> NgramIndex:
         index = self._indices.get(state)
         if index is None:
             index = NgramIndex(min_ngram=self._min_ngram, max_ngram=self._max_ngram)
             self._indices[state] = index
+        return index
+
+    def _tree(self, state: SequenceState, most: int) -> tuple[list[int], Sequence[int]]:
+        index = self._index_of(state)
         if self.topk == 1:
             (chain,) = index.chains(state.token_ids, depth=min(self.steps, most), width=1) or ([],)
             return chain, range(-1, len(chain) - 1)
@@ -123,19 +140,22 @@ class NgramIndex:
         self._ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         self._num_indexed = 0
 
-    def chains(self, token_ids: Sequence[int], *, depth: int, width: int) -> list[list[int]]:
+    def chains(
+        self, token_ids: Sequence[int], *, depth: int, width: int, end: int | None = None
+    ) -> list[list[int]]:
         """Up to `width` different continuations of `depth` tokens each, the likeliest first.
 
         token_ids: the text. It begins with the text of the last call. An occurrence close to the
-        end of the text goes on with its own continuation, as a period does.
+        end of the text goes on with its own continuation, as a period does. end: as if the text
+        ended there, for a depth of 1.
         """
         self._index(token_ids)
         found: list[list[int]] = []
-        end = len(token_ids)
+        end = len(token_ids) if end is None else end
         for length in self._lengths:
             if length >= end:
                 continue
-            ends = self._ends.get(tuple(token_ids[end - length :]), ())
+            ends = self._ends.get(tuple(token_ids[end - length : end]), ())
             for place in islice(reversed(ends), OCCURRENCES):
                 if place < end:
                     chain = _continuation(token_ids, place, depth)

@@ -66,6 +66,7 @@ class Engine:
         prefix_cache: bool = True,
         drafts: Proposer | None = None,
         accept: AcceptThresholds | None = None,
+        draft_always: bool = False,
         overlap: bool | None = None,
     ) -> None:
         """tokenizer: turns tokens into text. stop_ids: end every request that has none of its own.
@@ -78,6 +79,9 @@ class Engine:
         cut a prompt elsewhere.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         accept: which drafts of sampled requests are accepted; None keeps their texts.
+        draft_always: draft in every step that decodes. Otherwise steps draft while this pays, by
+        each request's acceptance and the time of steps, and try again now and then. Several ranks,
+        and thresholds, draft in every step.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
         are never launched ahead.
         Raises InvalidInput for drafts where the model has an encoder, or where ranks have requests
@@ -111,7 +115,9 @@ class Engine:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
-            self._speculation = Speculation(drafts, self._cache, self.stats, accept, runner)
+            self._speculation = Speculation(
+                drafts, self._cache, self.stats, accept, runner, always=draft_always
+            )
         self._accounts = Accounts(
             cache=self._cache,
             scheduler=self._scheduler,
@@ -121,7 +127,7 @@ class Engine:
         )
         self._next_id = 0
         overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
-        self._runs_ahead = overlap and drafts is None
+        self._runs_ahead = overlap
         self._lock = threading.RLock()
 
     @property
@@ -265,7 +271,7 @@ class Engine:
         PoolExhausted if others hold so much of the pool that nothing can run.
         """
         accounts, laps = self._accounts, Laps()
-        plan, num_new = None, 0
+        plan, drafts, num_new = None, None, 0
         with self._turn():
             if accounts.running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
@@ -284,7 +290,7 @@ class Engine:
                         else:
                             ahead, accounts.ahead = accounts.ahead, None
                             step = ahead or self._execution.launch(plan, laps)
-                            if self._runs_ahead and self._scheduler.repeats(plan):
+                            if self._runs_ahead and self._repeats(plan, laps):
                                 laps.lap("schedule")
                                 accounts.ahead = self._execution.launch(plan, laps, ahead=True)
                         delivery = Delivery(plan, accounts.outputs, self.stats)
@@ -295,6 +301,8 @@ class Engine:
             finally:
                 accounts.running = None  # also where an interrupt hits the end of the block above
             self._tell(plan, num_new, laps)
+            if self._speculation is not None and plan is not None and not plan.chunks:
+                self._speculation.time(plan.decoding, laps, verified=drafts is not None)
         return accounts.outputs.hand_over()
 
     def idle(self) -> bool:
@@ -328,7 +336,7 @@ class Engine:
 
     def _draft(self, plan: Plan, laps: Laps) -> DraftTree | None:
         """Drafts for a step that only decodes, with room for them."""
-        if self._speculation is None or plan.chunks:
+        if self._speculation is None or plan.chunks or self._accounts.ahead is not None:
             return None
         drafts = self._speculation.drafts(plan.decoding)
         laps.lap("draft")
@@ -337,6 +345,14 @@ class Engine:
             self._speculation.make_room(plan.decoding, drafts)
             self._accounts.intact = True
         return drafts
+
+    def _repeats(self, plan: Plan, laps: Laps) -> bool:
+        """Whether the next step decodes the requests of this one, and without drafts."""
+        if not self._scheduler.repeats(plan):
+            return False
+        rests = self._speculation is None or self._speculation.rests(plan.decoding)
+        laps.lap("draft")
+        return rests
 
     def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:

@@ -9,6 +9,7 @@ import torch
 
 from attnmux.core import InvalidInput
 from attnmux.parts import AcceptThresholds, DraftTree, LinearStatePool, sample_tree_target_only
+from attnmux.transformers.draft.pace import DraftPace
 from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.draft.verify_rows import VerifyRows
 from attnmux.transformers.draft.verify_step import VerifyStep
@@ -42,9 +43,15 @@ class Speculation:
         stats: EngineStats,
         accept: AcceptThresholds,
         runner: StepRunner,
+        *,
+        always: bool = False,
     ) -> None:
-        """accept: of sampled requests. Raises InvalidInput for a model with an encoder, and for
-        drafts of which linear layers keep no states."""
+        """accept: of sampled requests. always: draft also where it does not pay. Several ranks do,
+        since their clocks differ and their steps must not, and thresholds, by which texts depend
+        on the drafts.
+
+        Raises InvalidInput for a model with an encoder, and for drafts of which linear layers keep
+        no states."""
         if cache.steps.max_encoder_len:
             got = "drafts for an encoder-decoder model"
             raise InvalidInput("drafts", got=got, expected="a decoder-only model")
@@ -52,6 +59,8 @@ class Speculation:
             _check_states(proposer, cache.steps.linear_states)
         runner.check_drafts(proposer.topk)
         self._proposer = proposer
+        always = always or runner.ranks.size > 1 or not accept.exact
+        self._pace = None if always else DraftPace(proposer)
         self._cache = cache
         self._stats = stats
         self._accept = accept
@@ -70,7 +79,20 @@ class Speculation:
         if most < 2:
             return None
         states = [request.state for request in requests]
+        if self._pace is not None and not self._pace.drafts(states, most):
+            self._stats.drafts.rested += len(requests)
+            return None
         return self._proposer.propose(states, most)
+
+    def rests(self, requests: Sequence[LiveRequest]) -> bool:
+        """Whether the requests' next step is a plain one, whatever this one yields."""
+        if self._pace is None:
+            return False
+        states = [request.state for request in requests]
+        if self._pace.drafts(states, self._proposer.draft_token_num):
+            return False
+        self._stats.drafts.rested += len(requests)
+        return True
 
     def make_room(self, requests: Sequence[LiveRequest], tree: DraftTree) -> None:
         """Evict as much as the step needs, and what it takes ahead if there is plenty."""
@@ -117,8 +139,19 @@ class Speculation:
         is_whole: whether they took all of them.
         """
         running, self._running = self._running, None
-        if running is not None:
-            running.commit(None if is_whole else [len(one.state.token_ids) for one in requests])
+        if running is None:
+            return
+        running.commit(None if is_whole else [len(one.state.token_ids) for one in requests])
+        if self._pace is not None:
+            states = [request.state for request in requests]
+            self._pace.count(states, running.accepted, running.depth)
+
+    def time(self, requests: Sequence[LiveRequest], laps: Laps, *, verified: bool) -> None:
+        """Count the time of a step that decoded."""
+        if self._pace is not None:
+            drafting = laps.seconds["draft"]
+            seconds = sum(laps.seconds.values()) - laps.seconds["stream"]
+            self._pace.time(len(requests), seconds, drafting=drafting, verified=verified)
 
     def forget(self) -> None:
         """Drop a step that failed."""

@@ -20,7 +20,15 @@ class Verification:
         """answer: waits for the device, and says what it accepts."""
         self._step, self._answer, self._stats = step, answer, stats
         self._paths: Sequence[Sequence[int]] = []
+        self.accepted: list[int] = []
+        """Drafts of each request, once `wait` has returned."""
         self._unsound: list[bool] = []
+
+    @property
+    def depth(self) -> int:
+        """Drafts of the longest path."""
+        tree = self._step.tree
+        return tree.num_nodes - 1 if tree.visible is None else int(tree.depths.max())
 
     def wait(self, laps: Laps) -> list[list[int]]:
         """The new tokens of each request: accepted drafts and one more. Waits for the device."""
@@ -28,8 +36,8 @@ class Verification:
         tokens, self._paths = answer.tokens, answer.paths
         if answer.has_unsound:
             self._unsound = [NOT_A_NUMBER in row for row in answer.predicted]
-        size = len(tokens)
-        self._stats.count(size, self._step.num_drafts - 1, sum(map(len, tokens)) - size)
+        self.accepted = [len(each) - 1 for each in tokens]
+        self._stats.count(len(tokens), self._step.num_drafts - 1, sum(self.accepted))
         return tokens
 
     def tell(self) -> None:

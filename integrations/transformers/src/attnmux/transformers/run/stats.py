@@ -75,11 +75,14 @@ class DraftStats:
     """Drafts that were verified, the roots not counted."""
     accepted_tokens: int = 0
     """Drafts that the target model accepted."""
+    rested: int = 0
+    """Requests in steps without drafts, which would not have paid."""
 
     def add(self, other: DraftStats) -> None:
         self.requests += other.requests
         self.draft_tokens += other.draft_tokens
         self.accepted_tokens += other.accepted_tokens
+        self.rested += other.rested
 
     def count(self, requests: int, drafts_each: int, accepted: int) -> None:
         """Count a step."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import BackendFailed, Settings
-from attnmux.core.plugin import Files
+from attnmux.core.plugin import Files, elapsed_shown
 from attnmux.cpu.levels import COMPILERS, FOLDER, SECONDS, SOURCE, Level, find_compiler, serving
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def _compiled_library(level: Level) -> ctypes.CDLL:
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
             made = Path(scratch) / level.file_name
-            _run(level.command(compiler, made))
+            with elapsed_shown(f"compiling the kernels of native for {level.name}"):
+                _run(level.command(compiler, made))
             if path is not None:
                 with suppress(OSError):
                     _keep(made.read_bytes(), path)

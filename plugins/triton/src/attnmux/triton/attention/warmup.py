@@ -12,6 +12,7 @@ import torch
 from triton import AsyncCompileMode
 
 from attnmux.core import AttentionCall, ForwardBatch, ForwardMode, torch_dtype
+from attnmux.core.plugin import elapsed_shown
 from attnmux.triton.attention.wide_tiles import LEAST_ROWS
 from attnmux.triton.launches.bound_kernel import RehearsedLaunch, current, failure_of
 
@@ -133,7 +134,11 @@ def compile_ahead(launches: Sequence[RehearsedLaunch], device: torch.device) -> 
     Raises BackendFailed for the first kernel that does not compile, or that needs more of the
     device than it has.
     """
-    with current(device), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+    with (
+        elapsed_shown(f"compiling or loading {len(launches)} launches of Triton's kernels"),
+        current(device),
+        ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads,
+    ):
         here = _with_index(device)
 
         def load(launch: RehearsedLaunch, compiled: Any) -> None:  # noqa: ANN401  # no types of Triton's
