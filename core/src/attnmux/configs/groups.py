@@ -65,7 +65,7 @@ def layer_groups(
 
 
 def _kind(kind: str, of_heads: str, limits: Mapping[str, Any]) -> str:
-    """What `kept_layers` calls a layer of that type in config.json."""
+    """The name that `kept_layers` has for a layer of that type in config.json."""
     if of_heads != "mha":
         return of_heads
     if kind in COMPRESSED | PICKED_BLOCKS:
@@ -76,7 +76,7 @@ def _kind(kind: str, of_heads: str, limits: Mapping[str, Any]) -> str:
 
 
 def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
-    """What layers of one shape ask for together: windows and chunks have one size in a model."""
+    """The needs of layers of one shape together: windows and chunks have one size in a model."""
     return {
         name: next((each[name] for each in features if each[name]), unset)
         for name, unset in (("sliding_window", None), ("attention_chunk", None), ("sinks", False))
@@ -99,7 +99,7 @@ def reach(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the indexers of at least one layer pick. The later names are MiniMax-M3's own."""
+    """The picks of the indexers of at least one layer. The later names are MiniMax-M3's own."""
     if PICKED_BLOCKS.isdisjoint(values["layer_types"]):
         return {}
     if values.get("indexer_budget"):  # Qwen4-Exp's, in keys

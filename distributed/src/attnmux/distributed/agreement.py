@@ -1,4 +1,4 @@
-"""What the ranks of data parallel attention agree on before each step."""
+"""The agreement of data parallel ranks before each step."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class KVRows:
             KVPool.scatter_rows(buffer, slots, part)
 
     def values(self, stored: Stored, dtype: torch.dtype) -> Stored:
-        """What the stored values stand for, in the dtype of Q."""
+        """The stored values, converted to the dtype of Q."""
         scales = self.pool.read_scales(self.layer.k_scale, self.layer.v_scale)
         return tuple(
             part.to(dtype) if scale == 1.0 else part.to(dtype) * scale

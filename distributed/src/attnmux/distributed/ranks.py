@@ -144,7 +144,7 @@ class RankGroup:
         return self.devices.size()
 
     def exchange(self, said: T) -> list[T]:
-        """What every rank says, in their order: text, or another value that can be pickled.
+        """The values of all ranks, in their order: text, or another value that can be pickled.
 
         It waits for all of them, on the host.
         """

@@ -14,7 +14,7 @@ from attnmux.parts.part_attention import merge_into
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trees:
-    """What a step that verifies trees asks of its two parts, apart from the pool."""
+    """A step that verifies trees, as its two parts see it, apart from the pool."""
 
     lens: torch.Tensor
     """[B] int32: tokens of the prefix, but at least 1."""
@@ -99,8 +99,8 @@ class SeenPrefixes:
 
 
 class DraftAttention(Protocol):
-    """What a plugin offers as the shared kernel `draft_attention`. Nothing synchronises, so that
-    graphs can hold it."""
+    """A plugin's shared kernel `draft_attention`. Nothing synchronises, so that graphs can hold
+    it."""
 
     def __call__(
         self,

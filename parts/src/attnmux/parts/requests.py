@@ -96,7 +96,7 @@ def prefixes_request(request: Request) -> Request:
 
 
 def linear_request(request: Request, kind: str) -> Request:
-    """What the model's linear layers of one kind ask for."""
+    """The request of the model's linear layers of one kind."""
     is_recurrent = kind != "conv"
     return Request().replace(
         origin="model",

@@ -108,7 +108,7 @@ class LinearStatePool(StatePool):
 
     @property
     def described(self) -> tuple[str, str]:
-        """What it holds, and a hint for those who have no memory for it."""
+        """The pool's contents, and a hint if memory is short."""
         what = f"linear states of {self.size} requests, and {self.kept_size} kept ones"
         if not self.draft_tokens:
             return what, "lower the number of requests, or of kept states"

@@ -136,7 +136,7 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
 
     @staticmethod
     def filled(tensors: T | None) -> T:
-        """What `fill_step` has made. Raises AttnmuxError before it ran."""
+        """The result of `fill_step`. Raises AttnmuxError before it ran."""
         if tensors is None:
             raise AttnmuxError(
                 "the step is planned but not filled: call init_forward_metadata(batch)"
@@ -167,7 +167,7 @@ class KernelLibrary(Generic[K, A]):
     """Launches the kernels once, on the smallest input: a build for other devices imports, and
     fails only when it is launched. A library that compiles its kernels compiles them here."""
     hint: str = ""
-    """What to do when the trial fails."""
+    """The remedy if the trial fails."""
 
     def __call__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> A:
         """The backend on the first package that is installed and runs on the context's device.

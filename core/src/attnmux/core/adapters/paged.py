@@ -87,7 +87,7 @@ class KeyLens:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DecodeBuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     keys: dict[KeyGroup, Keys]
     lens: KeyLens

@@ -1,4 +1,4 @@
-"""What proves a backend: the runs and the bounds that its card names, and the proof in one word."""
+"""Proof of a backend: the runs and the bounds that its card names, and the proof in one word."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Merit = tuple[int, int]
 """(place among the asker's preferences, rank); the smaller is better."""
 
 Key = tuple[object, ...]
-"""What assignments are compared by; the smallest wins."""
+"""A sort key of assignments; the smallest wins."""
 
 Scored = Sequence[tuple[Merit, Offer]]
 

@@ -44,8 +44,8 @@ class Decision(Plain):
     """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
     as measured on this machine. For a step replayed from a graph, the captured size counts."""
     parts: Mapping[str, Served] = field(default_factory=FrozenMapping)
-    """What backends do together, by part: the backends that answer each of its asks, by phase. An
-    ask that is optional and that nothing answers is absent."""
+    """The backends that answer each ask of each part, by phase. An optional ask without an answer
+    is absent."""
     others: tuple[Decision, ...] = ()
     """For each of `Request.other_layers`, the decision about these layers. The page size is the
     same in all, and so is the KV dtype but for groups that have their own."""
@@ -120,7 +120,8 @@ class Decision(Plain):
 
     @property
     def unserved_hint(self) -> str:
-        """What would let `unserved_layers` be served, to follow their names; "" if unknown."""
+        """A hint that follows the names of `unserved_layers`: how they would be served; "" if
+        unknown."""
         trees = self.unserved_layers and self.request.has_trees
         return " (with draft trees: their states follow chains alone, spec_topk=1)" if trees else ""
 
@@ -191,7 +192,7 @@ class Decision(Plain):
         object.__setattr__(self, "is_checked", True)
 
     def _disagreements(self, here: Here, parts: Parts) -> list[str]:
-        """What does not hold in this process, of one group of layers."""
+        """Reasons why one group of layers cannot run in this process."""
         left, found = self.request, []
         for name, served in self.parts.items():
             part = parts(name)

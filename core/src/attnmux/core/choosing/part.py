@@ -12,7 +12,7 @@ from attnmux.core.choosing.choice import Choice
 from attnmux.core.facts.request import Request
 
 Served = Mapping[str, Mapping[str, Choice]]
-"""What answers a part's asks: the backend of each phase, by the ask's name."""
+"""Answers to a part's asks: the backend of each phase, by the ask's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +62,12 @@ class Part(ABC):
         return request
 
     def asks(self, request: Request) -> Mapping[str, Ask]:
-        """What it asks besides, by names of its own. request: of one group of layers if the part is
-        around layers, with page size and KV dtype as decided."""
+        """Further backends that it needs, by names of its own. request: of one group of layers if
+        the part is around layers, with page size and KV dtype as decided."""
         return {}
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
-        """What a person should know of it, a clause each; for `Decision.summary`."""
+        """Facts for the user, a clause each; for `Decision.summary`."""
         return ()
 
 

@@ -86,7 +86,7 @@ def _loaded(point: EntryPoint) -> Part:
 
 
 def absence(name: str) -> str:
-    """What installs a part that this process lacks, in words."""
+    """A sentence that says how to install a part that this process lacks."""
     if name in OWN_DEMANDS:
         hint = f"pip install {DISTRIBUTION}"
         return f"the part {name} of {DISTRIBUTION} is not installed or not admitted: {hint}"

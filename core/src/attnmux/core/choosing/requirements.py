@@ -32,7 +32,7 @@ class Library(Plain):
     state: str
     """One of STATES."""
     offered: str
-    """What is installed of each alternative, in words."""
+    """The installed version of each alternative, in words."""
     hint: str
     """The command that installs it; empty where it is present."""
 

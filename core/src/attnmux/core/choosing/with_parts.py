@@ -1,4 +1,4 @@
-"""What a request's parts ask besides, and what serves them."""
+"""The backends that a request's parts need in addition, and the ones that serve them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verb asks, and the answer for one machine: of `select` and of verbs that measure."""
+"""The request of a verb and the answer for one machine: for `select` and verbs that measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each backend lacks to run on this machine: libraries, a compiler, or the right build."""
+"""Gaps that keep each backend from this machine: libraries, a compiler, or the right build."""
 
 from __future__ import annotations
 

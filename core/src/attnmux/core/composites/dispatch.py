@@ -38,7 +38,8 @@ class CompositeBackend(AttentionBackend):
 
     @abstractmethod
     def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
-        """What a step prepares. Unless eager, tensors are where captured graphs read them."""
+        """The batches that a step prepares. Unless eager, tensors are where captured graphs read
+        them."""
 
     @abstractmethod
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:

@@ -29,7 +29,7 @@ MakeBackend = Callable[[BackendContext, Sequence[str]], AttentionBackend]
 
 
 def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
-    """What makes a decision's parts around the layers or around the model, over `inner`.
+    """Build a decision's parts around the layers or around the model, over `inner`.
 
     Raises InvalidInput for a part that this process lacks.
     """
@@ -91,7 +91,7 @@ def _misfit(choice: Choice, made: object) -> AttnmuxError:
 
 
 def _called(choice: Choice, context: BackendContext) -> object:
-    """What the factory of a choice makes."""
+    """The backend that a choice's factory makes."""
     name = choice.address
     try:
         made: object = pkgutil.resolve_name(choice.factory)(context, choice.options)

@@ -28,7 +28,8 @@ def with_mask_forms(backend: AttentionBackend, forms: tuple[TreeMask, ...]) -> A
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Buffers:
-    """What graphs read. Steps take the first one with room, at capture and at every replay."""
+    """Buffers that graphs read. Steps take the first one with room, at capture and at every
+    replay."""
 
     values: torch.Tensor
     """Flat, in the form that the backend reads."""

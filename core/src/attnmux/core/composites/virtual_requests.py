@@ -77,7 +77,7 @@ def most_pieces(batch: ForwardBatch, chunk_len: int) -> int:
 
 
 def room_for_decoding(max_bs: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What graphs of decode steps over virtual requests read, for `FixedTensors.add`."""
+    """Buffers that graphs of decode steps over virtual requests read, for `FixedTensors.add`."""
     return {
         "req_pool_indices": torch.arange(1, max_bs + 1, device=device),
         "seq_lens": torch.ones(max_bs, dtype=torch.int32, device=device),

@@ -159,8 +159,8 @@ class LayerSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the layer has beyond scaled, causal self attention: fields of a request, such
-        as "sliding_window" and "sinks", and "bidirectional" where `is_causal` is False."""
+        """Features beyond scaled, causal self attention: fields of a request, such as
+        "sliding_window" and "sinks", and "bidirectional" if `is_causal` is False."""
         given = {
             "sliding_window": self.sliding_window_size >= 0,
             "attention_chunk": self.attention_chunk_size > 0,

@@ -35,7 +35,7 @@ def draft_depths(visible: torch.Tensor) -> torch.Tensor:
 def limited_drafts(
     visible: torch.Tensor, prefix_lens: torch.Tensor, *, window: int, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What drafts of trees see in a layer with a window or attention chunks, which count positions.
+    """Masks of draft trees in a layer with a window or attention chunks, which count positions.
 
     A draft's position is the prefix's length plus its depth. visible: as on `SpecInput`.
     prefix_lens: [B] int. window, chunk: as `LayerSpec.sliding_window_size` and

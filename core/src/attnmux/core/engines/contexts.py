@@ -27,7 +27,7 @@ TENSORS = {
     "relative_bias": "relative_bias",
     "index_block_size": "index_block_size",
 }
-"""What a request asks and each layer has to give for itself, by field of the request."""
+"""Tensors that each layer must bring if the request has the feature, by field of the request."""
 
 
 def layer_of(request: Request, layer_id: int, **fields: Any) -> LayerSpec:  # noqa: ANN401  # of LayerSpec

@@ -77,7 +77,7 @@ class Integration:
 
 
 def missing(interfaces: Iterable[Interface], folder: Path | None = None) -> list[str]:
-    """What the sources lack, a text for each gap; empty if everything is there.
+    """Interfaces that the sources lack, a text for each gap; empty if everything is there.
 
     folder: the one that holds the engine's top package, such as site-packages; by default that of
     the installed package.
@@ -107,7 +107,7 @@ class Sources:
         return None if found is None else found[1]
 
     def members(self, module: str, name: str) -> set[str]:
-        """What a class has and sets, with its bases; what a function sets."""
+        """Names that a class has and sets, with its bases; names that a function sets."""
         found = self._find(module, name)
         if found is None:
             return set()

@@ -34,7 +34,7 @@ Reader = Callable[[str, Any], Any]
 
 
 class Check(NamedTuple):
-    """What a value must be."""
+    """A condition on a value."""
 
     expected: str
     """In words, for the error."""

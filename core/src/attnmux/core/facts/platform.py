@@ -132,7 +132,7 @@ class Platform(Fact):
 
 
 def _parted(text: str) -> tuple[str, list[str]]:
-    """What stands before the first comma, and the pairs after it."""
+    """The text before the first comma, and the pairs after it."""
     head, *pairs = [part.strip() for part in text.split(",")]
     return head, pairs
 

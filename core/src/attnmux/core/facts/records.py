@@ -65,7 +65,7 @@ class Records(Generic[R]):
 
     found: tuple[R, ...] = ()
     problems: tuple[str, ...] = ()
-    """What could not be read, in words."""
+    """Entries that could not be read, in words."""
     damaged: bool = False
     """Whether the file as a whole could not be read."""
     is_foreign: bool = False
@@ -104,7 +104,7 @@ class Record(Fact):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What identifies a record: the later of two with the same key counts."""
+        """Identifies a record: the later of two with the same key counts."""
         names = ("backend", "device", "versions", *self.keyed_by)
         return tuple(getattr(self, name) for name in names)
 

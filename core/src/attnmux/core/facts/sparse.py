@@ -1,4 +1,4 @@
-"""What a request for chosen pages or picked blocks must have, and what it excludes."""
+"""Requirements and exclusions of requests for chosen pages or picked blocks."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class FixedBuffers:
                 )
                 for first, last in parts
             )
-            """Those of whole steps, then those of their halves."""
+            """Buffers of whole steps, then of their halves."""
             # The captured model writes these itself, so `load` does not
             self._topk_indices = None
             if config.index_topk:

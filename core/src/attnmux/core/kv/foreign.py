@@ -60,7 +60,7 @@ class ForeignMLAPool(LatentPool):
 
 
 def _storage(first: torch.Tensor, page_size: int) -> dict[str, Any]:
-    """What a pool of such buffers is made with, apart from its layers."""
+    """The arguments of a pool over such buffers, apart from its layers."""
     InvalidInput.check_at_least(1, "page_size", page_size)
     size, dtype, device = first.shape[0] - page_size, first.dtype, first.device
     return {"size": size, "page_size": page_size, "dtype": dtype, "device": device}

@@ -14,7 +14,7 @@ from attnmux.core.contract.pool import KVPool
 from attnmux.core.facts.errors import InvalidInput
 
 STORAGE = ("page_size", "device")
-"""What all pools of a model have alike."""
+"""Fields that are alike in all pools of a model."""
 
 
 class JoinedKVPool(KVPool):

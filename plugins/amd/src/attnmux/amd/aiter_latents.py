@@ -58,7 +58,7 @@ class LatentStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LatentBuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     slots: SlotBuffers
     mask_indptr: torch.Tensor

@@ -1,4 +1,4 @@
-"""What AITER's assembly for MLA reads of a layer and of a step."""
+"""The arguments of AITER's assembly for MLA, from a layer and a step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class AiterMLALayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AiterMLABuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     slots: SlotBuffers
     ones: torch.Tensor
     """[max_bs] int32."""
     kept: list[object] = field(default_factory=list)
-    """What `get_meta_param` returned for each capture, or its planned work."""
+    """The results of `get_meta_param` for each capture, or its planned work."""
 
     @classmethod
     def of(cls, max_bs: int, context: BackendContext) -> AiterMLABuffers:

@@ -27,7 +27,7 @@ class SlotLists:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SlotBuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     indptr: torch.Tensor
     """[max_bs + 1] int32."""

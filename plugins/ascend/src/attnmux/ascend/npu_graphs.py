@@ -15,7 +15,7 @@ from attnmux.core.plugin import CapturedGraph, GraphStep, StreamGraphs
 
 
 class NPUGraphs(StreamGraphs):
-    """What `DeviceGraphs.of` makes for an NPU.
+    """The graphs of an NPU, which `DeviceGraphs.of` makes.
 
     Never run on a device. A replay waits until the backend has renewed its lengths, which it does
     in `init_forward_metadata_out_graph`; the runner calls that before each replay.

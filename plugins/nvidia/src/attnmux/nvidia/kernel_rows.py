@@ -1,4 +1,4 @@
-"""What several of the libraries ask of layers and pools, and how they take and give rows."""
+"""Common requirements of several libraries on layers and pools, and the layout of their rows."""
 
 from __future__ import annotations
 

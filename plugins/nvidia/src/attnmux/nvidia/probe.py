@@ -18,7 +18,7 @@ NVML cannot start."""
 
 
 class Device(NamedTuple):
-    """What CUDA takes for one device: a GPU, or an instance of a GPU in MIG mode."""
+    """A device as CUDA counts: a GPU, or an instance of a GPU in MIG mode."""
 
     handle: Any
     gpu: Any

@@ -135,7 +135,7 @@ class Drafting:
         *,
         warn: Callable[[str], None],
     ) -> Proposer | None:
-        """What drafts; None without drafts.
+        """The proposer of drafts; None without drafts.
 
         drafter: from `drafter`. warn: called with a sentence about a draft model that runs without
         graphs. Raises GraphUnsupported if graphs are required but unavailable.

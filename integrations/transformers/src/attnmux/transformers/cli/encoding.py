@@ -26,7 +26,7 @@ from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.run.runner import ModelRunner
 
 Inputs = Mapping[str, torch.Tensor]
-"""What an encoder, or a processor of images, makes of a prompt."""
+"""The tensors that an encoder, or a processor of images, makes of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Encoded:
     pictured: Mapping[int, Inputs] = field(default_factory=dict)
     """Inputs of the prompts with images, by the prompt's index."""
     sources: Sequence[Inputs] = ()
-    """What the encoder of an encoder-decoder model reads for each of the prompts."""
+    """Inputs of an encoder-decoder model's encoder, for each prompt."""
     encoder_len: int = 0
     """The most encoder tokens of one."""
 

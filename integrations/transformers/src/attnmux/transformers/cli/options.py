@@ -20,14 +20,14 @@ BACKENDS = ("backend", "prefill_backend", "decode_backend", "mm_backend", "linea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answering:
-    """What is asked, and how answers are printed."""
+    """Options for prompts, and for the form of answers."""
 
     model: str | None
     """None: the one that ships."""
     revision: str | None
     chat: bool
     decoder_prompt: str | None
-    """What answers of an encoder-decoder model begin with; None: as its checkpoint says."""
+    """The text that begins an encoder-decoder model's answers; None: as its checkpoint says."""
     max_new_tokens: int
     context: int | None
     """Tokens of the longest request; None: the model's limit."""
@@ -41,7 +41,7 @@ class Answering:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watching:
-    """What attnmux-testing does beside the steps."""
+    """Checks by attnmux-testing while the engine runs."""
 
     canary: float
     """Share of the steps that the reference repeats."""

@@ -292,7 +292,8 @@ def _from_testing(name: str) -> Callable[..., Any] | None:
 def wrapper(
     run: Run, watching: Watching
 ) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
-    """What watches a share of the steps, and keeps those that fail; None without either."""
+    """Wraps a backend to check a share of the steps and to store those that fail; None without
+    either."""
     if not watching.is_set:
         return None
     make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")

@@ -178,8 +178,7 @@ class DraftLoop:
 
 
 class TreeKernels(Protocol):
-    """What a plugin offers as the shared kernel `draft_trees`. Nothing synchronises, so that graphs
-    can hold it."""
+    """A plugin's shared kernel `draft_trees`. Nothing synchronises, so that graphs can hold it."""
 
     def build(
         self,

@@ -37,7 +37,8 @@ class DraftRunner(StepRunner, DraftModel, Protocol):
         """The graphs of DRAFT_EXTEND steps; None if these run eagerly, as EXTEND."""
 
     def features_of(self, states: torch.Tensor) -> torch.Tensor:
-        """What an EAGLE head joins to tokens, of the target's hidden states [n, width]."""
+        """Features that an EAGLE head joins to tokens, from the target's hidden states [n,
+        width]."""
 
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
@@ -98,7 +99,7 @@ class ModelProposer:
         self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
         self._kernels = runner.tree_kernels if topk > 1 else None
         self._read: dict[SequenceState, SequenceState] = {}
-        """What the draft model has read of each request."""
+        """The tokens of each request that the draft model has read."""
         self._target = target
         self._rows: dict[SequenceState, int | None] = {}
         """The target's row of each request that reads, in this round."""

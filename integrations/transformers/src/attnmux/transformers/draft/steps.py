@@ -19,7 +19,8 @@ from attnmux.core import (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _StepTensors:
-    """What differs between the steps, [steps, R] each, so that a step's values are contiguous."""
+    """Tensors that differ between the steps, [steps, R] each, so that a step's values are
+    contiguous."""
 
     lens: torch.Tensor
     """int32"""

@@ -1,4 +1,5 @@
-"""What steps that verify drafts of the same requests share: rows, places, cells of the table."""
+"""Tensors that steps share while they verify drafts of the same requests: rows, places, cells of
+the table."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class VerifyRows:
         found = self._table.index_select(0, cells.view(-1)).to("cpu", non_blocking=not wait)
         self._held = found.numpy()
         self._starts = np.arange(len(firsts)) * num - firsts
-        """What a request's place adds to get an index of `_held`."""
+        """Added to a request's place, it gives an index of `_held`."""
 
     def serve(self, states: Sequence[SequenceState], width: int) -> bool:
         """Whether these are the requests, their rows and their d."""

@@ -17,7 +17,7 @@ Choose = Callable[[DraftTree, torch.Tensor, torch.Tensor, AcceptThresholds], Acc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the target model says about the drafts of B requests."""
+    """The target model's answer to the drafts of B requests."""
 
     paths: Sequence[Sequence[int]]
     """The accepted nodes of each request, from the root on."""
@@ -53,8 +53,8 @@ class HostTrees:
         return cls(tokens=[[*each, END] for each in drafts], parents=None)
 
     def accepted(self, predict: Sequence[list[int]]) -> tuple[list[Sequence[int]], list[list[int]]]:
-        """What `verify_tree_greedy` accepts, in a fraction of its time: the nodes of each request's
-        path, and the target's token after each of them.
+        """The result of `verify_tree_greedy`, in a fraction of its time: the nodes of each
+        request's path, and the target's token after each of them.
 
         predict: the target's token after each of the d nodes.
         """

@@ -13,7 +13,7 @@ from attnmux.transformers.run.stats import EngineStats, Laps
 
 
 class Accounts:
-    """What must agree between two steps, whatever an exception interrupts."""
+    """Records that must agree between two steps, whatever an exception interrupts."""
 
     def __init__(
         self,

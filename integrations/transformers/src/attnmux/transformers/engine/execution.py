@@ -46,7 +46,7 @@ class StepRunner(Protocol):
 
     @property
     def tree_kernels(self) -> TreeKernels | None:
-        """What the device offers for draft trees; None leaves them to plain operations."""
+        """The device's kernels for draft trees; None leaves them to plain operations."""
 
     def check_drafts(self, topk: int) -> None:
         """Raise InvalidInput unless steps verify drafts of up to `topk` branches."""

@@ -49,7 +49,7 @@ logging and torch's default dtype for every thread."""
 
 
 GGUF_LIBRARIES = ("gguf", "accelerate")
-"""What transformers imports to load a GGUF file."""
+"""Packages that transformers imports to load a GGUF file."""
 
 ADAPTER = "adapter_config.json"
 """With peft installed, transformers loads the adapter's base model instead of the folder's."""
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def place(self) -> Mapping[str, Any]:
-        """What tells transformers where in `source` the model is."""
+        """Arguments that tell transformers where in `source` the model is."""
         return {"revision": self.revision} if self.gguf is None else {"gguf_file": self.gguf}
 
     @property

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json asks of the sampling."""
+"""Settings for sampling in a checkpoint's generation_config.json."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class ImageProcessor:
         return {key: each for key, each in inputs.items() if isinstance(each, torch.Tensor)}
 
     def _placeholder(self) -> str:
-        """What stands for an image in a text. Gemma 3's processor writes the tokens around it."""
+        """The text that stands for an image. Gemma 3's processor writes the tokens around it."""
         token = getattr(self._processor, "image_token", None)
         if hasattr(self._processor, "full_image_sequence"):
             token = getattr(self._processor, "boi_token", token)

@@ -81,8 +81,8 @@ class RunnerOptions:
     None: as many as `max_batch_size`. Each takes the memory of a request's states, without those of
     drafts."""
     memory: MemoryBudget | None = None
-    """What the KV pool may take, with the bounds and copies of chosen pages. Of this and
-    `max_total_tokens` one is needed; of both the smaller counts."""
+    """Memory for the KV pool, with the bounds and copies of chosen pages. One of this and
+    `max_total_tokens` is needed; if both are given, the smaller counts."""
     window_step_tokens: int | None = WINDOW_STEP_TOKENS
     """Layers with windows or chunks get a KV pool of their own where that saves memory, with room
     for a prompt's step of at least so many tokens. None for callers that do not use the engine,

@@ -16,7 +16,7 @@ def load_processor(
     what: str,
     files: str,
 ) -> Any:  # noqa: ANN401
-    """What `auto`, an auto class of transformers, makes of the checkpoint's files.
+    """Load a processor from the checkpoint's files with `auto`, an auto class of transformers.
 
     Raises InvalidInput that names `argument`, what is missing, and the files that it needs.
     """

@@ -1,4 +1,4 @@
-"""What the recorded layers of a model ask of a backend."""
+"""The request that a model's recorded layers make to backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnmux.transformers.requests.shapes import SHAPE, STORED, by_shape
 def request_of(
     layers: Sequence[LayerSpec], dtype: torch.dtype, linear: Sequence[LinearLayerSpec] = ()
 ) -> Request:
-    """What the layers need, every value with the origin "model".
+    """The layers' request, every value with the origin "model".
 
     Where windows or chunks differ between layers of the same heads and dims, the largest is asked
     for. Layers of other heads or dims than the first, or with a KV dtype of their own, are the
@@ -48,7 +48,7 @@ def request_of(
 
 
 def _needs(layers: Sequence[LayerSpec]) -> dict[str, Any]:
-    """What layers of one shape ask for."""
+    """Fields of the request for layers of one shape."""
     first = layers[0]
     windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
     return {
@@ -79,7 +79,7 @@ def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
 def latent_request(
     expanded: Request, layers: Sequence[LayerSpec], *, index_topk: int | None = None
 ) -> Request:
-    """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them.
+    """The request of `absorbed_layers`, from the expanded heads of `request_of`, in MLA's terms.
 
     index_topk: keys that the model's indexers pick for each token; None where all are seen.
     """

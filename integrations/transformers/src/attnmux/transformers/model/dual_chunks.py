@@ -32,7 +32,7 @@ WITHOUT = (
     "transformers runs this model without its dual chunks: beyond the first chunk of {length} "
     "tokens, its own generate gives other answers"
 )
-"""What a user is told of a model that runs with them."""
+"""Shown to the user of a model that has them."""
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 

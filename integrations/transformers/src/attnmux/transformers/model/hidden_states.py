@@ -29,8 +29,8 @@ STATES_DIMS = 3
 
 
 class HiddenStates(ModelPart):
-    """What a model's decoder, or some of its layers, return for each cached token, in the token's
-    slot.
+    """The results of a model's decoder, or of some of its layers, for each cached token, in the
+    token's slot.
 
     A state lies beside the K and V of its token: who shares, moves or frees the slot has it, and
     graphs write it as they write these.
@@ -128,7 +128,7 @@ class HiddenStates(ModelPart):
 
 
 def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """What computes the last hidden states. Raises InvalidInput for a model without."""
+    """The module that computes the last hidden states. Raises InvalidInput for a model without."""
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
     if decoder is None or decoder is model:
         got = f"{type(model).__name__}, which has no decoder below its logits"

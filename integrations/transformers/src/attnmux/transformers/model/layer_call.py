@@ -1,4 +1,4 @@
-"""What a model's layer asks for, read from the arguments of transformers' attention functions."""
+"""The needs of a model's layer, read from the arguments of transformers' attention functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_ATTENTION = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerCall:
-    """What a model's layer asks for, checked and in the contract's terms."""
+    """The needs of a model's layer, checked and in the contract's terms."""
 
     layer_id: int
     q: torch.Tensor
@@ -43,7 +43,7 @@ class LayerCall:
     v: torch.Tensor
     """[T, Hkv, Dv], likewise"""
     mask: torch.Tensor | None
-    """What the model got from the mask function."""
+    """The mask function's result for the model."""
     scaling: float
     sliding_window_size: int
     logit_cap: float

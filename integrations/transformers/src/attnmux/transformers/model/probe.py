@@ -107,7 +107,7 @@ class Probe:
     recorder: Callable[[], Recorder] = Recorder
     mixers: Sequence[Mixer] = ()
     inputs: str = "input_ids and position_ids alone"
-    """What the model must run on."""
+    """The inputs that the model must run on."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, mixers: Sequence[Mixer] = ()) -> Probe:

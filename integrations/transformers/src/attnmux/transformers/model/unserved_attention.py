@@ -23,7 +23,7 @@ UNSERVED: Mapping[str, str] = MappingProxyType(
         "XLNetRelativeAttention": SEES_LATER,
     }
 )
-"""What hinders models that compute attention by themselves, by the class of a module."""
+"""Obstacles in models that compute attention in their own code, by the class of a module."""
 
 
 def check_own_attention(model_class: type[torch.nn.Module], config: PreTrainedConfig) -> None:

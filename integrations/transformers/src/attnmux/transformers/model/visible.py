@@ -1,4 +1,4 @@
-"""What each token of a padded batch sees, read off transformers' mask function."""
+"""The keys that each token of a padded batch sees, read from transformers' mask function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisibleKeys:
-    """What the tokens of a step see: the mask that eager attention would get, as lengths.
+    """The keys that the tokens of a step see: the mask that eager attention would get, as lengths.
 
     Q is [B, Hq, T, D]. K is [B, Hkv, S, D], of which `num_keys` exist from `first_key` on: a static
     cache holds more.
@@ -131,7 +131,7 @@ class VisibleKeys:
         return replace(self, lens=lens, is_packed=len(lens.queries) > 1)
 
     def reach(self, told: Reach) -> Reach:
-        """What a layer sees that was told `told`.
+        """The keys that a layer sees if its reach is `told`.
 
         Raises InvalidInput for a mask that is not causal with a window or chunks, for a window over
         sequences with padding between their tokens, and for chunks with any padding.
@@ -176,7 +176,7 @@ class VisibleKeys:
         )
 
     def of_last(self, num_queries: int) -> VisibleKeys:
-        """What the last so many places of the new ones see; they are last among the keys, too."""
+        """The part for the last so many new places, which are also the last keys."""
         if self.is_packed:
             got = f"the last {num_queries} tokens of a row of several sequences"
             raise InvalidInput("attention_mask", got=got, expected="all of them")

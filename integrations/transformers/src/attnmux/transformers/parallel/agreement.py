@@ -1,4 +1,4 @@
-"""What the ranks of one model agree on: the decision, and every step."""
+"""Agreement of the ranks of one model: on the decision, and on every step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Companions:
 
 
 def together(group: RankGroup, make: Callable[[], T]) -> T:
-    """What `make` returns, if it succeeds on every rank.
+    """The result of `make`, if it succeeds on every rank.
 
     Raises BackendFailed on all ranks for a backend that failed on one, so that all of them go on to
     the same next candidate; any other error on its rank, and AttnmuxError with it on the others.

@@ -15,7 +15,7 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptImages:
-    """What the decoder takes from a prompt's images, instead of the placeholders' embeddings."""
+    """The decoder's inputs for a prompt's images, instead of the placeholders' embeddings."""
 
     token_ids: tuple[int, ...]
     """The prompt, placeholders included: P tokens."""
@@ -29,7 +29,7 @@ class PromptImages:
     positions: torch.Tensor | None = None
     """[3, P] int64 on the host: multimodal rotary positions; None where they are the places."""
     delta: int = 0
-    """What a token after the prompt adds to its place to get its position."""
+    """Added to the place of a token after the prompt, it gives the token's position."""
     spans: tuple[tuple[int, int], ...] = ()
     """Begin and end of the parts whose tokens see each other, whatever their order; in order."""
 

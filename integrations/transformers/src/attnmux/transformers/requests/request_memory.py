@@ -17,7 +17,7 @@ from attnmux.transformers.requests.slots import PagedAllocator
 
 
 class SlotStates(Protocol):
-    """What lies beside the K and V of tokens, a row a slot: a model's hidden states."""
+    """Rows next to the K and V of tokens, one a slot: a model's hidden states."""
 
     states: torch.Tensor
     """[slots, width]"""

@@ -33,7 +33,7 @@ class SequenceState:
     encoder_cached: bool = False
     """Whether the row begins with the encoder's slots."""
     images: PromptImages | None = None
-    """What takes the place of the prompt's placeholders."""
+    """Replaces the prompt's placeholders."""
 
     @property
     def keys(self) -> list[int]:
@@ -44,7 +44,7 @@ class SequenceState:
 
     @property
     def position_delta(self) -> int:
-        """What a generated token adds to its place to get its position."""
+        """Added to the place of a generated token, it gives the token's position."""
         return 0 if self.images is None else self.images.delta
 
     @property

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from attnmux.core import InvalidInput
 
 UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no whole character."""
+"""Decoders write it for bytes that are no whole character."""
 
 
 CONTEXT = 8
@@ -67,7 +67,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """What is left: bytes that never became a whole character, as replacement characters."""
+        """The rest: bytes that never became a whole character, as replacement characters."""
         piece = self._new_text()
         self._advance()
         return piece

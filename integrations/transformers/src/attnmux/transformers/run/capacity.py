@@ -149,7 +149,7 @@ def _kv_bytes(
     beside: int,
     device: torch.device,
 ) -> int | None:
-    """What the budget leaves to the KV pool. A share is one of the memory after the states.
+    """The part of the budget for the KV pool. A share is one of the memory after the states.
 
     beside: bytes of a token in its slot, besides K and V.
     Raises PoolExhausted where the states leave nothing.

@@ -41,7 +41,7 @@ OF_PACKING = frozenset({*BOUNDS, "max_length_q", "max_length_k"})
 
 
 class Implementation:
-    """What transformers' registries hold: the attention function and the mask function."""
+    """The entries of transformers' registries: the attention function and the mask function."""
 
     def __init__(self) -> None:
         self.staged = StagedAttention()

@@ -66,7 +66,7 @@ class ModelOnBackend:
         """
         self.served = model
         self.model: PreTrainedModel | PackedDecoder = model.module
-        """What a step calls."""
+        """The module that a step calls."""
         forward = inspect.signature(self.model.forward)
         self._keeps_logits = "logits_to_keep" in forward.parameters
         self.is_compiled = False
@@ -192,13 +192,14 @@ class ModelOnBackend:
         self.steps.reset()
 
     def features_after(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the model reads besides tokens that follow those in slots [n]: for an EAGLE head,
-        its own states of these."""
+        """The model's inputs in addition to the tokens that follow those in slots [n]: for an EAGLE
+        head, its own states of these."""
         hidden = self.steps.hidden
         return {"features": hidden.at(slots)} if hidden and self.served.head else {}
 
     def features_of(self, states: torch.Tensor) -> torch.Tensor:
-        """What an EAGLE head joins to tokens [n], of the target's hidden states before them.
+        """Features that an EAGLE head joins to tokens [n], from the target's hidden states before
+        them.
 
         Raises InvalidInput for states of another width than it reads, and for another model.
         """
@@ -271,7 +272,7 @@ class ModelOnBackend:
         return batch
 
     def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
-        """What the model takes in a step, besides what the batch has."""
+        """The model's arguments in a step that the batch does not have."""
         given = {"encoder_states": step.encoder_states, "features": step.features}
         inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
         for part in self.served.parts:

@@ -47,7 +47,7 @@ class Deals:
         return [items[part :: self.num_parts] for part in range(self.num_parts)]
 
     def gather(self, said: T) -> list[T]:
-        """What the ranks of each part say. It is pickled."""
+        """The values of the ranks of each part. They are pickled."""
         return [said]
 
     def check_prompts(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:
@@ -101,7 +101,7 @@ class Builds:
         return own
 
     def together(self, make: Callable[[], T]) -> T:
-        """What `make` returns, if it succeeds on every rank."""
+        """The result of `make`, if it succeeds on every rank."""
         return make()
 
     def smallest(self, number: int) -> int:
@@ -139,7 +139,7 @@ class Synchronises:
         """Raise RanksDiffer unless every rank runs the same step of the same requests."""
 
     def begin(self, step: Step, indices: torch.Tensor) -> tuple[Step, torch.Tensor]:
-        """What this rank runs of a step, and the tokens whose logits it needs."""
+        """This rank's part of a step, and the tokens whose logits it needs."""
         return step, indices
 
     def end(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:

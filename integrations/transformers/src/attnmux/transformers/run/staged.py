@@ -149,7 +149,7 @@ class StagedAttention:
             return self._layer(module, call, reach, lens).attend(call, lens)
 
     def decision(self, module: torch.nn.Module) -> Decision | None:
-        """What was decided for a layer; None before its first call."""
+        """The decision for a layer; None before its first call."""
         staged = self._by_module.get(module)
         return None if staged is None else staged.decision
 

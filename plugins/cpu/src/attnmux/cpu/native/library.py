@@ -110,7 +110,7 @@ def library_for(platform: Platform) -> ctypes.CDLL:
 
 
 def _installed_library(level: Level) -> ctypes.CDLL | None:
-    """What came with the wheel. Warns, and returns None, where it cannot be loaded."""
+    """The library of the wheel. Warns, and returns None, if it cannot be loaded."""
     path = FOLDER / level.file_name
     if not path.is_file():
         return None
@@ -151,8 +151,8 @@ def _torch_library() -> Path:
 
 
 def _kept_library(level: Level) -> ctypes.CDLL | None:
-    """What was compiled here before. Warns, and returns None, where it is not as it was written or
-    another user could have written it."""
+    """The library that was compiled here before. Warns, and returns None, if the file was changed
+    or another user could have written it."""
     path = _place(level)
     if path is None:
         return None

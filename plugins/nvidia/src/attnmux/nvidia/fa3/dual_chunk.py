@@ -43,7 +43,7 @@ PLAIN = {
 """The value of each feature without it: a layer with dual chunks has no other feature."""
 
 Buffers = dict[ChunkGroup, tuple[Keys, ...]]
-"""What graphs replay with: the keys of each query."""
+"""The keys of each query, fixed tensors that graphs replay with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

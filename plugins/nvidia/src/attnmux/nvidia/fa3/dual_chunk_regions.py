@@ -119,7 +119,7 @@ def regions_in_call(batch: ForwardBatch, chunk_len: int) -> Regions:
 def fixed_regions(
     group: ChunkGroup, max_batch_size: int, context: BackendContext
 ) -> tuple[Keys, ...]:
-    """What graphs of decode steps of up to `max_batch_size` requests replay with."""
+    """Fixed tensors for graphs of decode steps of up to `max_batch_size` requests."""
     return tuple(
         Keys.zeros(max_batch_size, -(-width // group.keys.page_size), context.device)
         for width in longest_keys(group.chunk_len, context.max_context_len)

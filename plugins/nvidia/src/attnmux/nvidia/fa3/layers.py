@@ -58,7 +58,7 @@ class FA3Kernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FA3Schedule:
-    """What the library's schedule of a step depends on, besides the step.
+    """The facts of a layer that decide the library's schedule of a step.
 
     Where all requests have as many queries, a call launches two kernels: one lays out the work by
     the lengths, the other attends. The layout is computed once for all layers that are equal here.

@@ -38,7 +38,7 @@ def draft_keys(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FA3Buffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     keys: dict[KeyGroup, Keys]
     schedules: dict[FA3Schedule, torch.Tensor]

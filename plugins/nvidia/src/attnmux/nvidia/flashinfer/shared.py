@@ -1,4 +1,4 @@
-"""What the backends over flashinfer share: `flashinfer` and `flashinfer_mla`."""
+"""Common code of the backends over flashinfer: `flashinfer` and `flashinfer_mla`."""
 
 from __future__ import annotations
 

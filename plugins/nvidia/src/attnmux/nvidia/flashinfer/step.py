@@ -120,7 +120,7 @@ class Items:
 
 
 class Role(Enum):
-    """What a wrapper is planned for. Wrappers of one step keep their plans side by side."""
+    """The purpose of a wrapper. Wrappers of one step keep their plans side by side."""
 
     DECODE = auto()
     """One new token a request, keys in the pool."""

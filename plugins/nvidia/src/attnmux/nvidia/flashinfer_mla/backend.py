@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 256 * MIB
 
 LEAST_WORKSPACE_BYTES = 2 * 160 * 64 * (512 * 2 + 4)
-"""What `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the step: for
-each SM twice 64 rows of partial output and their LSE."""
+"""Bytes that `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the
+step: for each SM twice 64 rows of partial output and their LSE."""
 
 WIDENED = torch.float8_e4m3fn
 

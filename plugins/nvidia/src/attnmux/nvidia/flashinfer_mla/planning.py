@@ -26,7 +26,7 @@ MOST_HEADS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all plans of one backend have in common."""
+    """Settings that all plans of one backend have in common."""
 
     dtype: torch.dtype
     """Dtype of Q, of the output and of the keys that kernels read."""

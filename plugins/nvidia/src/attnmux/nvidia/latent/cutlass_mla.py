@@ -63,7 +63,7 @@ class CutlassMLALayer:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class CutlassMLABuffers(DecodeBuffers):
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     workspace: torch.Tensor
     """A captured launch has its address, so it stays when the shared workspace grows."""

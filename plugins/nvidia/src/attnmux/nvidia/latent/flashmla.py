@@ -67,7 +67,7 @@ class FlashMLALayer:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class FlashMLABuffers(DecodeBuffers):
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     schedules: dict[int, Sequence[torch.Tensor]]
     """By heads: the two tensors of `FlashMLAKernels.schedule` at their largest."""

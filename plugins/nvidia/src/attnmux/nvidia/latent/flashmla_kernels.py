@@ -115,7 +115,7 @@ def sparse_from_sgl_kernel(library: Any) -> NSAKernels:  # noqa: ANN401  # a mod
 
 @dataclass(slots=True, eq=False)
 class Schedule:
-    """What a step's layers share. Empty until it is made."""
+    """The schedule that a step's layers share. Empty until it is made."""
 
     tiles: torch.Tensor | None = None
     splits: torch.Tensor | None = None

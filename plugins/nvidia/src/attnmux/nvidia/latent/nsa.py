@@ -51,7 +51,7 @@ class NSALayer:
     """The same number or more, of HEADS."""
     sm_scale: float
     kv_scale: float
-    """What rows of the cache, hence logits and output, are multiplied by; 1 for 16-bit ones."""
+    """The factor of the cache's rows, hence of logits and output; 1 for 16-bit rows."""
 
     def queries(self, call: AttentionCall) -> torch.Tensor:
         """[T, kernel_heads, 576] bfloat16; heads that the layer lacks are zeros.

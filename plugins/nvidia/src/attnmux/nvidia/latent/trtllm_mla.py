@@ -62,7 +62,7 @@ class TRTLLMMLALayer:
     """[pages, page, 576], the pool's memory."""
     scale: float
     kv_scale: float
-    """What rows of the cache are multiplied by."""
+    """The factor of the cache's rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

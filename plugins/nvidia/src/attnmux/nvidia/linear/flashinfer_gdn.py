@@ -78,7 +78,7 @@ class RecurrenceKernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GDNKernels:
-    """What a layer runs on."""
+    """The kernels of a layer."""
 
     recurrence: RecurrenceKernels
     convolutions: Callable[[BackendContext], ShortConvolutions]

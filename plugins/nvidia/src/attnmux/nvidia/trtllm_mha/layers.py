@@ -69,7 +69,7 @@ class TRTLLMMHALayer:
 
 
 class Half(ABC):
-    """What prepares and runs steps of some modes, by the kernels of one kind of device."""
+    """Prepares and runs steps of some modes, with the kernels of one kind of device."""
 
     def __init__(
         self,

@@ -157,8 +157,8 @@ class TritonBackend(AttentionBackend):
         return results.handed_to(call)
 
     def _costs_of(self, layers: Sequence[TritonLayer], compute_units: int) -> StepCosts | None:
-        """What parting a mixed step costs and saves, of the layer with the widest keys; None where
-        steps stay whole: in parts, the kernel that serves a request depends on its batch."""
+        """The costs and savings of splitting a mixed step, for the layer with the widest keys. None
+        if steps stay whole: in parts, the kernel that serves a request depends on its batch."""
         if self._splits.deterministic or any(each.shape.is_latent for each in layers):
             return None
         widest = max(

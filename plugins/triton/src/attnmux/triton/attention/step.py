@@ -26,7 +26,7 @@ LEAST_BATCH = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trees:
-    """What the drafts of trees see in layers of one window and chunk."""
+    """The keys that drafts of trees see in layers of one window and chunk."""
 
     visible: torch.Tensor
     """[B, d, d] bool: the drafts that each draft sees."""

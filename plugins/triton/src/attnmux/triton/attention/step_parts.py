@@ -20,7 +20,7 @@ from attnmux.triton.launches.operands import Results, Slots
 LEAST_VALUES = 4_000_000
 """Values of K and V that decoding requests need for an estimate to be worth its time."""
 SECOND_LAUNCH_US = 8.0
-"""What shares cost besides reading their keys."""
+"""The cost of shares in addition to reading their keys."""
 BYTES_A_US = 4.2e6
 """Bytes of K and V that shares read in a microsecond on an H200, and that widening moves there."""
 WIDENED_BYTES = 5
@@ -28,7 +28,7 @@ WIDENED_BYTES = 5
 
 
 class TilesOfRequest(NamedTuple):
-    """What tiles of one KV head read of a request, in keys."""
+    """The keys of a request that tiles of one KV head read."""
 
     total: float
     """By all tiles, with the fixed costs of each."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 FIXED_KEYS = 128
-"""What a tile costs besides its keys, in keys: it loads queries, fills rings and stores results."""
+"""The fixed cost of a tile, in keys: it loads queries, fills rings and stores results."""
 SHORT_COST = 1.12
-"""What a row costs in a tile of 128 rows compared with one of 192: between 1.05 and 1.08 on an
+"""The cost of a row in a tile of 128 rows compared with one of 192: between 1.05 and 1.08 on an
 H200, see benchmarks/results/grid-h100.md."""
 MOST_ROUNDS = 8
 """With more rounds, an empty part of the last one matters less than tall tiles save."""

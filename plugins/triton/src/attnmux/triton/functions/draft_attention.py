@@ -1,4 +1,5 @@
-"""What the drafts of a tree add to attention over their prefixes, in one launch a layer."""
+"""Attention of a tree's drafts to each other, merged with attention to their prefixes, in one
+launch a layer."""
 
 from __future__ import annotations
 

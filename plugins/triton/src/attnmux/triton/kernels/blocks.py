@@ -62,8 +62,8 @@ class Sight(NamedTuple):
     """Keys from shared_end to item_start are hidden where HAS_ITEMS."""
     position: tl.tensor
     slope: tl.tensor
-    """What a key adds to the logit for each place that it is after `position`, times log2(e); read
-    where HAS_ALIBI."""
+    """The bias of a key for each place that it is after `position`, times log2(e); read if
+    HAS_ALIBI."""
     biases: tl.tensor
     """The address of what a key at `position` adds to the logit. What keys before and after it add
     lies on both sides; read where REACH is not below 0."""

@@ -29,7 +29,7 @@ KINDS: Mapping[str, type[Config]] = {
     "chains": TileConfig,
     "shares": ShareConfig,
 }
-"""What a configuration is for: prompts, chains of drafts in tiles, and few new tokens."""
+"""Kinds of configurations: for prompts, for chains of drafts in tiles, and for few new tokens."""
 MAXNREG = "maxnreg"
 """The compiler's option that portable kernels take besides."""
 NUMBERS = ("k_dim", "v_dim", "rows", "page", "key_bits")

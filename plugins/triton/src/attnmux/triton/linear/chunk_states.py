@@ -37,7 +37,7 @@ class StatePass:
 
     step: LinearStep
     read: tuple[torch.Tensor | int | None, ...]
-    """What both kernels read, from k to last."""
+    """Arguments that both kernels read, from k to last."""
     new: torch.Tensor
     """[T, Hv, V]: U, or what is made the new values."""
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -1,4 +1,4 @@
-"""What the kernels of linear layers know of the device that Triton drives."""
+"""Properties of Triton's device that the kernels of linear layers use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of linear layers read of a step with many new tokens."""
+"""A step with many new tokens, as the kernels of linear layers read it."""
 
 from __future__ import annotations
 

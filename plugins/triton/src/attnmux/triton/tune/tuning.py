@@ -89,7 +89,7 @@ def tried(
 
 
 def _served(job: Job, load: Load, setup: Setup) -> tuple[str, Dispatch, Config]:
-    """What a load's step runs: a kind of configuration, the layer's dispatch, and its own one."""
+    """The configuration of a load's step: its kind, the layer's dispatch, and its own one."""
     (spec,) = setup.context.layers
     arch = job.platform.arch
     tables = ConfigTables.of(TunedLaunch.current(job.launches, ADDRESS, job.platform), arch)

@@ -1,4 +1,4 @@
-"""What a model hands to its decoder for a prompt with images, read off the model itself.
+"""The inputs of a model's decoder for a prompt with images, captured from the model itself.
 
 The model runs up to its decoder, which a hook stops. Nothing is known about any model by its name:
 embeddings, positions and masks are those that the model made.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attnmux.transformers.load.options import RunnerOptions
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""What a processor returns besides the inputs of the vision tower."""
+"""Results of a processor that are no inputs of the vision tower."""
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take the kind of each token: 0 text, 1 image."""
@@ -49,7 +49,7 @@ class _Stopped(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class _Handed:
-    """What the decoder got."""
+    """The decoder's captured arguments."""
 
     inputs: dict[str, Any] = field(default_factory=dict)
     masks: list[MaskFunction] = field(default_factory=list)
@@ -111,7 +111,7 @@ class ImageReader(ModelPart):
         return {"position_ids": ModelInput(dtype=torch.int64)}
 
     def inputs(self, step: Step) -> Mapping[str, torch.Tensor]:
-        """What the model takes besides or instead of the tokens' ids and places."""
+        """The model's arguments in addition to or instead of the tokens' ids and places."""
         positions = step.batch.positions if step.position_ids is None else step.position_ids
         inputs = {"position_ids": positions}
         if step.images is not None:

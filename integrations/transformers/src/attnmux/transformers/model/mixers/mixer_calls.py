@@ -1,4 +1,4 @@
-"""What the mixers of transformers' models call, in the contract's terms.
+"""Functions that the mixers of transformers' models call, in the contract's terms.
 
 Each function here has the arguments of one of transformers', after the mixer that calls it.
 """

@@ -25,7 +25,7 @@ TOGETHER = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockRows:
-    """What the keys of n blocks are made of."""
+    """The rows from which the keys of n blocks are made."""
 
     rows: torch.Tensor
     """[n, num_blocks * block_size, row_dim] in the dtype of the model, by token; the own block is
@@ -42,7 +42,7 @@ MakesKeys = Callable[[BlockRows], tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IndexQueries:
-    """What an indexer scores keys by: see `index_scores`."""
+    """The queries by which an indexer scores keys: see `index_scores`."""
 
     q: torch.Tensor
     """[T, Hi, index_dim]"""

@@ -15,7 +15,7 @@ from attnmux.transformers.model.sparse.index_pool import IndexKPool
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class CompressedShape:
-    """What layers have alike. Raises InvalidInput for impossible sizes."""
+    """Sizes that layers have in common. Raises InvalidInput for impossible sizes."""
 
     block_size: int
     """Tokens that a key stands for."""
@@ -73,7 +73,7 @@ class CompressedPool:
         written."""
         own_slots = pool.get_key_buffer(self.layer_ids[0]).shape[0]
         self.rows = self._vectors(own_slots, shape.row_dim, dtype)
-        """What is kept of each token, by `own_slots`."""
+        """The row of each token, by `own_slots`."""
         self.index_keys: IndexKPool | None = None
         if shape.index_dim:
             self.index_keys = self._vectors(self.keys.num_slots, shape.index_dim, dtype)

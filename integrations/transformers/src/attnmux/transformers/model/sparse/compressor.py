@@ -63,7 +63,7 @@ class Compressor:
         )
 
     def rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What is kept of tokens, [T, row_dim]: values and gates, then those of the indexer."""
+        """The rows of tokens, [T, row_dim]: values and gates, then those of the indexer."""
         parts = [self.module] if self.indexer is None else [self.module, self.indexer]
         projections = [each for part in parts for each in (part.kv_proj, part.gate_proj)]
         return torch.cat([project(hidden_states)[0] for project in projections], dim=-1)
@@ -79,7 +79,7 @@ class Compressor:
     def asks(
         self, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: torch.Tensor
     ) -> IndexQueries | None:
-        """What the indexer scores keys by; None without one."""
+        """The queries by which the indexer scores keys; None without one."""
         indexer = self.indexer
         if indexer is None:
             return None

@@ -1,4 +1,4 @@
-"""What the indexers of a model pick."""
+"""The shape of the picks of a model's indexers."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class MeanIndexer:
 
     @property
     def answer(self) -> torch.Tensor:
-        """What the module returns: a mask that hides nothing."""
+        """The module's result: a mask that hides nothing."""
         device = self.module.index_qk_proj.weight.device
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 

@@ -53,7 +53,7 @@ class Rooms:
     k_left: gl.shared_memory_descriptor
     """[STAGES, BLOCK_N, HALF]."""
     k_right: gl.shared_memory_descriptor
-    """As `k_left`."""
+    """[STAGES, BLOCK_N, HALF]."""
     k_rope: gl.shared_memory_descriptor
     """[STAGES, BLOCK_N, ROPE]."""
     weights: gl.shared_memory_descriptor
@@ -63,7 +63,7 @@ class Rooms:
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     left_full: gl.shared_memory_descriptor
-    """Of `k_left` and `k_rope`."""
+    """Barriers of `k_left` and `k_rope`."""
     left_free: gl.shared_memory_descriptor
     right_full: gl.shared_memory_descriptor
     right_free: gl.shared_memory_descriptor

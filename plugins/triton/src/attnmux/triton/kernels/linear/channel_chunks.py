@@ -38,7 +38,7 @@ NEAR = tl.constexpr(8)
 """Up to half as many rows are away from the middle, so that sums of g, cut off at -20, are at least
 -80. exp(80) is 5e34."""
 HALVINGS = tl.constexpr(3)
-"""Of a chunk of 64 rows, down to NEAR."""
+"""Halvings of a chunk of 64 rows, down to NEAR."""
 
 
 @triton.jit
@@ -109,9 +109,9 @@ def weigh_channel_chunks(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and head: M, `seen`, and L, `met`, both [T, Hv, BLOCK_T]; exp(G) Q, `asked`,
-    exp(G) K, `grown`, and exp(G_last - G) K, `left`, all [T, Hv, K]; and G_last, `last` [N, Hv, K]
-    float32. Channels go by in blocks of BLOCK_C. Grid (N, Hv).
+    """Compute the matrices of a chunk and head: M, `seen`, and L, `met`, both [T, Hv, BLOCK_T];
+    exp(G) Q, `asked`, exp(G) K, `grown`, and exp(G_last - G) K, `left`, all [T, Hv, K]; and G_last,
+    `last` [N, Hv, K] float32. Channels go by in blocks of BLOCK_C. Grid (N, Hv).
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)

@@ -69,8 +69,9 @@ def through_chunk(
 
 @triton.jit
 def span_of(chunk_indptr, starts, program, span, SPANS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Of a program's span, the `program % SPANS`-th of request `program // SPANS`: the request, the
-    first chunk, the chunks from there to the request's end, the first token, and the end of tokens.
+    """The span of a program, the `program % SPANS`-th of request `program // SPANS`: the request,
+    the first chunk, the chunks from there to the request's end, the first token, and the end of
+    tokens.
     """
     request = program // SPANS
     skipped = program % SPANS * span
