@@ -178,7 +178,7 @@ def _encoder(values: Mapping[str, Any], vision: object, tp: int) -> dict[str, An
 
 
 def _encoder_head_dim(vision: object) -> int | None:
-    """None where the vision_config leaves it to its class."""
+    """None if the vision_config leaves it to its class."""
     if not isinstance(vision, dict):
         return None
     if vision.get("head_dim"):

@@ -22,7 +22,7 @@ def layer_groups(
     dtype: str | None,
     kept: Kept | None,
 ) -> dict[str, Any]:
-    """Heads, dims and reach of all layers; where they differ, of each group of layers.
+    """Heads, dims and reach of all layers; if they differ, of each group of layers.
 
     kept: finds layers that keep K and V in `dtype`, and are groups of their own; None for none.
     """
@@ -84,7 +84,7 @@ def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def reach(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Window and chunk, where at least one layer uses them."""
+    """Window and chunk, if at least one layer uses them."""
     types = frozenset(values["layer_types"])
     windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
     chunked = bool(types & CHUNKED) if types else True
@@ -121,7 +121,7 @@ def _blocks(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(values: Mapping[str, Any], name: str) -> int | None:
-    """None where the feature is off: absent, null or 0."""
+    """None if the feature is off: absent, null or 0."""
     return whole(values, name) if values.get(name) else None
 
 

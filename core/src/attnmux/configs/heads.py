@@ -83,7 +83,7 @@ def latent_heads(values: Mapping[str, Any], tp: int) -> dict[str, Any]:
 
 
 def linear_dims(values: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
-    """K and V dims of the recurrent states, where config.json states them."""
+    """K and V dims of the recurrent states, if config.json states them."""
     if LINEAR.isdisjoint(BESIDE.get(each, each) for each in types):
         return {}
     nested = values.get("linear_attn_config")
@@ -155,7 +155,7 @@ def differing_shapes(values: Mapping[str, Any]) -> set[str]:
 
 
 def attention_layers(values: Mapping[str, Any]) -> dict[int, LayerValues]:
-    """Each attention layer by its number in the model, in order; {} where config.json does not say
+    """Each attention layer by its number in the model, in order; {} if config.json does not say
     which layer has what."""
     types: Sequence[str] = values["layer_types"]
     count = _count(values)
@@ -178,7 +178,7 @@ def attention_layers(values: Mapping[str, Any]) -> dict[int, LayerValues]:
 
 
 def _count(values: Mapping[str, Any]) -> int | None:
-    """The number of layers; None where it is unknown, or where lists have other lengths."""
+    """The number of layers; None if it is unknown, or if lists have other lengths."""
     listed = [values[name] for name in LISTED if isinstance(values.get(name), list)]
     counts = {len(each) for each in (values["layer_types"], *listed, _pruned(values)) if each}
     stated = values.get("num_hidden_layers")

@@ -43,7 +43,7 @@ def is_whole(value: object, least: int = 0) -> bool:
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer; [] where the config.json leaves them to its class.
+    """The kind of each layer; [] if the config.json leaves them to its class.
 
     Raises InvalidInput for kinds that are not text, and for a count that is missing or too large.
     """
@@ -57,7 +57,7 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def _budgeted(types: list[str], values: Mapping[str, Any]) -> list[str]:
-    """Where indexers have a budget of keys and pick blocks of them, all attention layers do
+    """If indexers have a budget of keys and pick blocks of them, all attention layers do
     (Qwen4-Exp)."""
     if not values.get("indexer_budget"):
         return types

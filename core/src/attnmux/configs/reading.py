@@ -36,8 +36,8 @@ def request_from_model(
     The dtype is the one that it states, else that of the weights. The KV dtype is that of the
     checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
-    path: the folder, the file, or an id of the Hugging Face Hub, of which config.json is downloaded
-    unless a folder has that name. transformers reads GGUF files (`attnmux-transformers[gguf]`).
+    path: the folder, the file, or an id of the Hugging Face Hub, unless a folder has that name; its
+    config.json is downloaded. transformers reads GGUF files (`attnmux-transformers[gguf]`).
     tp: divides the heads; KV heads replicate below one.
     dtype, kv_dtype: replace the checkpoint's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:

@@ -1,4 +1,4 @@
-"""The values of a model's decoder: those of its config.json, and those that this leaves out."""
+"""The values of a model's decoder: those in its config.json, and its class's defaults."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def values_of(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_known(parts: list[Mapping[str, Any]]) -> None:
-    """Raise UnknownModel for a model type of whose attention nothing is known."""
+    """Raise UnknownModel for a model type whose attention is unknown."""
     types = [str(part["model_type"]) for part in parts if part.get("model_type")]
     if types and (types[-1] in FAMILIES or types[-1] in DECODERS):
         return

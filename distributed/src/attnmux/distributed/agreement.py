@@ -36,7 +36,7 @@ def agree_on_step(
     """Exchange the ranks' batches, once, before a step.
 
     Modes may differ between ranks; a rank without requests passes an IDLE batch (`idle_batch`).
-    All ranks replay a graph where one of the `runners` serves every rank's batch at the size of the
+    All ranks replay a graph if one of the `runners` serves every rank's batch at the size of the
     largest; otherwise all run eagerly, `tokens` in the cheapest padding mode. Without tokens on any
     rank there is nothing to run.
 

@@ -63,7 +63,7 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepBuffers:
-    """Where captured steps find what is made for each step."""
+    """The fixed memory of captured steps for each step's tensors."""
 
     lens: torch.Tensor
     slots: torch.Tensor

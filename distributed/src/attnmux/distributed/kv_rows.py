@@ -18,9 +18,9 @@ Stored = tuple[torch.Tensor, ...]
 class KVRows:
     """K and V of one layer's tokens, as rows [n, width] that hold the pool's values side by side.
 
-    A pool of 8-bit floats has rounded K and V, and all ranks must read the same: so they send each
-    other what it stores, which is also less. Rows are made of integers, since few wide values are
-    copied faster, and torch does not copy 8-bit floats everywhere.
+    A pool of 8-bit floats has rounded K and V, and all ranks must read the same values. So they
+    send each other the stored values, which are also smaller. Rows are made of integers, since few
+    wide values are copied faster, and torch does not copy 8-bit floats everywhere.
     """
 
     pool: KVPool

@@ -72,7 +72,7 @@ class ChunkGather:
     def wait(self, chunks: int | None = None) -> torch.Tensor:
         """[T, width], of which the first `chunks` have arrived; None: all of them.
 
-        Raises RankFailed where they do not arrive.
+        Raises RankFailed if they do not arrive.
         """
         last = None if chunks is None else -(-chunks // self._chunks_at_once)
         for pending in self._rounds[self._waited : last]:
@@ -93,9 +93,9 @@ class PrefillParallelBackend(DispatchingBackend):
     and then to the chunks of others as they arrive. Each result is merged by its LSE, in float32.
     In the end its pool holds K and V of the whole step, or those with a slot.
 
-    Layers whose parts cannot be merged (windows, attention chunks, dual chunk), and MLA that is
-    called absorbed, run by `inner` after K and V of all ranks are in the pool: their communication
-    is not hidden. `forward_latent` runs MLA with expanded heads, part by part.
+    `inner` runs layers whose parts cannot be merged (windows, attention chunks, dual chunk), and
+    absorbed MLA, after K and V of all ranks are in the pool. Their communication is not hidden.
+    `forward_latent` runs MLA with expanded heads, part by part.
 
     Each request's cached prefix is in the pool of every rank, so that steps of other kinds, such as
     decode, need no other rank.
@@ -150,7 +150,7 @@ class PrefillParallelBackend(DispatchingBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Raises InvalidInput for a malformed step and for one of another group of ranks; under
-        `context.debug` also RanksDiffer where ranks split different steps."""
+        `context.debug` also RanksDiffer if ranks split different steps."""
         if not isinstance(batch, ZigzagStep):
             super().init_forward_metadata(batch)
             return

@@ -78,7 +78,7 @@ class RankGroup:
     def start(cls, device_type: str, *, seconds: float = SECONDS) -> RankGroup:
         """All ranks that a launcher such as torchrun started; rank n of a host gets device n.
 
-        Raises InvalidInput in a process that no launcher started, and RankFailed where the others
+        Raises InvalidInput in a process that no launcher started, and RankFailed if the others
         do not arrive in time.
         """
         if not dist.is_initialized():
@@ -106,7 +106,7 @@ class RankGroup:
     def measuring(cls, device_type: str, device: str) -> RankGroup | None:
         """Call `start` for ranks that measure; None in a process that no launcher started.
 
-        device: named by the user. Raises InvalidInput for one, where each rank has its own.
+        device: named by the user. Raises InvalidInput for one, if each rank has its own.
         """
         if not dist.is_torchelastic_launched():
             return None
@@ -236,7 +236,7 @@ class RankGroup:
 
         values: contiguous, each of a size of its own, the same on all ranks. All of them move at
         once: on CUDA in one kernel, on a stream of NCCL's own, after the kernels that are queued on
-        the current one. A second kernel would have to wait where attention fills the device.
+        the current one. A second kernel would have to wait if attention fills the device.
         """
         moves = [
             dist.P2POp(

@@ -12,7 +12,7 @@ from attnmux.distributed.ranks import RankGroup
 def check_same_libraries(
     group: RankGroup, offers: Iterable[Offer], names: Iterable[str] = ()
 ) -> None:
-    """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ.
+    """Raise RanksDiffer, on every rank, if the plugins or libraries of two ranks differ.
 
     names: of distributions besides those of the offers.
     """

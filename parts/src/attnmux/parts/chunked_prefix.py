@@ -141,7 +141,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
 
 def expanded_context(context: BackendContext) -> BackendContext:
     """The context of the expanded backends of an MLA context.
-    Raises InvalidInput for a request without `head_dim`, and for layers of which parts cannot be
+    Raises InvalidInput for a request without `head_dim`, and for layers whose parts cannot be
     merged by LSE.
     """
     for layer in context.layers:

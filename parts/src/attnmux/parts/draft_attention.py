@@ -1,4 +1,4 @@
-"""Verify steps in two parts: what each part is asked, in which shapes, and what the drafts add."""
+"""Verify steps in two parts: the call of each part, its shapes, and the attention among drafts."""
 
 from __future__ import annotations
 

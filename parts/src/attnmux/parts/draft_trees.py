@@ -45,7 +45,7 @@ class TreeAttnBackend(DispatchingBackend):
 
     In a TARGET_VERIFY step, `prefixes` decodes one token for each request, whose query heads are
     those of all its drafts, over the prefix. Each draft attends to the drafts that its tree lets it
-    see, by a kernel where a plugin offers one for the device. Both are merged by LSE.
+    see, by a kernel if a plugin offers one for the device. Both are merged by LSE.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class TreeAttnBackend(DispatchingBackend):
         return self.step_of(self.child) if batch.forward_mode.is_draft_extend() else batch
 
     def _of_one(self, batch: ForwardBatch) -> ForwardBatch:
-        """The step that one of the backends prepares. None was chosen for drafts, so that those of
-        a draft model's own steps come as plain prompts."""
+        """The step that one of the backends prepares. No backend was chosen for drafts, so a draft
+        model's own steps run as plain prompts."""
         self._trees = None
         if batch.forward_mode.is_draft_extend():
             return replace(batch, forward_mode=ForwardMode.EXTEND, spec_info=None)
@@ -179,7 +179,7 @@ def prefix_context(context: BackendContext) -> BackendContext:
     """The context of the backend that reads the prefixes of draft trees.
 
     Its layers have the query heads of all drafts, those of one KV head together. Raises
-    InvalidInput for a request without `spec_draft_tokens` or `num_q_heads`, and for layers of which
+    InvalidInput for a request without `spec_draft_tokens` or `num_q_heads`, and for layers whose
     parts cannot be merged by LSE.
     """
     request = prefixes_request(context.request)

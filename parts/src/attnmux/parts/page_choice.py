@@ -1,6 +1,6 @@
 """Bounds, scores, choice and copies of pages (Quest, arXiv:2406.10774): the interface of kernels,
-the same in plain torch, which runs on any device and says what kernels have to do, and the memory
-of the bounds."""
+the memory of the bounds, and the same in plain torch, which runs on any device and defines the
+kernels' results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PageKernels(Protocol):
     def choose(self, scores: torch.Tensor, requests: RequestPages, number: int) -> torch.Tensor:
         """The places of the pages with the largest scores, ascending: [B, Hkv, number] int64.
 
-        Which of equal scores count is not defined. Where a request has fewer pages than `number`,
+        Which of equal scores count is not defined. If a request has fewer pages than `number`,
         places beyond its last page follow.
         """
 
@@ -85,8 +85,8 @@ class PageKernels(Protocol):
     ) -> None:
         """Copy K and V of pages, by places [B, Hkv, n] among those of the requests.
 
-        The n pages of request b begin at page 1 + b * n of the target. What is copied for places
-        beyond a request's last page is not defined, but finite.
+        The n pages of request b begin at page 1 + b * n of the target. Places beyond a request's
+        last page get undefined, finite values.
         """
 
 
@@ -161,7 +161,7 @@ class PageBounds:
     def __init__(
         self, pool: KVPool, layer_ids: Sequence[int], kernels: PageKernels | None = None
     ) -> None:
-        """kernels: update the bounds; plain torch operations do where there are none.
+        """kernels: update the bounds; plain torch operations do if there are none.
 
         Raises PoolExhausted when memory does not suffice.
         """

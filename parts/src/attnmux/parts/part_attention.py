@@ -109,7 +109,7 @@ class PartAttention(Generic[K]):
         which see each other causally, and one for keys that every new token sees. Sinks are added
         when parts are merged. request: for these backends, as `parts_request` makes it; MLA runs
         with its `head_dim` and `v_head_dim`. Raises InvalidInput for an MLA request without
-        `head_dim`, and for layers of which parts cannot be merged by LSE.
+        `head_dim`, and for layers whose parts cannot be merged by LSE.
         """
         for layer in context.layers:
             if not layer.is_mergeable or not layer.is_causal or layer.is_cross_attention:

@@ -119,7 +119,7 @@ class PlainBlocks:
 def _gathered(
     cache: torch.Tensor, slots: torch.Tensor, heads: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """[t, Hp, n, D] float32 of cache [slots, Hkv, D]; 0 where hidden, since that may be NaN."""
+    """[t, Hp, n, D] float32 of cache [slots, Hkv, D]; 0 if hidden, since that may be NaN."""
     # torch gathers bytes on every device, 8-bit floats not on all
     raw = cache.detach().view(torch.uint8) if cache.itemsize == 1 else cache.detach()
     rows = raw[slots, heads].view(cache.dtype).float()
@@ -217,7 +217,7 @@ class PickedBlocksBackend(CompositeBackend):
 
     def _picks_all(self, batch: ForwardBatch) -> bool:
         """Whether the host knows that an eager step has no more keys than are picked. Not asked
-        where results must not depend on other requests of the batch."""
+        if results must not depend on other requests of the batch."""
         lens, reach = batch.seq_lens_cpu, self.context.request.index_reach
         mode = batch.forward_mode
         if lens is None or reach is None or self.context.request.deterministic:

@@ -17,8 +17,8 @@ from attnmux.parts.requests import (
 
 
 class DraftTrees(Part):
-    """Draft trees on backends without masks: one reads the prefixes, and what the drafts add to
-    each other is merged by LSE (`TreeAttnBackend`)."""
+    """Draft trees on backends without masks: one reads the prefixes, and LSE merges attention among
+    the drafts (`TreeAttnBackend`)."""
 
     factory = "attnmux.parts.draft_trees:make_trees"
     after_refusal = True

@@ -106,7 +106,7 @@ class SparseAttnBackend(CompositeBackend):
         kernels: PageKernels | None = None,
     ) -> None:
         """whole: serves the prompts of this context. chosen: decodes, of a `sparse_context`.
-        kernels: choose and copy; plain torch operations do where there are none.
+        kernels: choose and copy; plain torch operations do if there are none.
 
         Raises PoolExhausted when the memory for the bounds does not suffice.
         """

@@ -76,8 +76,8 @@ def rehearse_convolutions(
 def smallest_batches(context: BackendContext) -> Iterator[ForwardBatch]:
     """One request of one token, or of its drafts, in each phase of the request.
 
-    It is row 0 of the request table, whose slots are padding's. Where layers hold no keys in the
-    pool, an extend step without a prefix follows; where the request has many items, one with items.
+    It is row 0 of the request table, whose slots are padding's. If layers hold no keys in the
+    pool, an extend step without a prefix follows; if the request has many items, one with items.
     """
     drafts = context.request.spec_draft_tokens or 1
     for phase in context.request.phases:
@@ -157,7 +157,7 @@ def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
 
 
 def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) -> None:
-    """Call the layer, with LSE too where the request asks for it."""
+    """Call the layer, with LSE too if the request asks for it."""
     context = backend.context
     brings_keys = _brings_keys(layer, context)
     if brings_keys and (batch.forward_mode is not ForwardMode.EXTEND or _has_prefix(batch)):

@@ -28,7 +28,7 @@ CONTRACTS = ("1.0",)
 """The versions of the contract that this core speaks, the newest last."""
 
 DEFAULT_RANK = 1000
-"""The rank where no prior holds."""
+"""The rank if no prior holds."""
 
 MOST_CLAUSES = 1000
 """Clauses of a card, at most. Every question reads each of them."""
@@ -62,13 +62,13 @@ def _read_requires(name: str, value: Any) -> tuple[str | tuple[str, ...], ...]: 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior(Plain):
     """How well a backend is expected to do before any measurement. Lower ranks win. From
-    `LAST_RESORT` on, another way to run the model is better, where it has one.
+    `LAST_RESORT` on, another way to run the model is better, if it has one.
 
     Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
     """
 
     LAST_RESORT = 900
-    """From this rank on, a backend is portable: it serves where nothing made for the hardware
+    """From this rank on, a backend is portable: it serves if no backend made for the hardware
     does."""
 
     rank: Annotated[
@@ -92,7 +92,7 @@ class Option(Plain):
     """A setting that a backend's factory receives. It must not change the results.
 
     Raises InvalidInput for a name of other characters than NAME's, for a default or a choice of
-    another type or out of bounds, and for bounds of what is no number.
+    another type or out of bounds, and for bounds of a value that is no number.
     """
 
     name: str
@@ -181,14 +181,14 @@ class Build(Plain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caveat(Plain):
-    """A note that `select` and `doctor` print about a backend that runs, but not as it could.
+    """A note that `select` and `doctor` print about a backend that runs below its best.
 
     Raises InvalidInput for fields of other types and a requirement that cannot be parsed.
     """
 
     text: str
     unless: tuple[str, ...]
-    """PEP 508 requirements. Nothing is said if any one of them is met."""
+    """PEP 508 requirements. The note is dropped if any one of them is met."""
     arch: tuple[str, ...] = ()
     """The architectures that it holds for, as `Platform.arch`. Empty: all."""
 
@@ -249,10 +249,10 @@ class BackendCard(Plain):
     """The best first: the first whose needs are met serves. Empty: there is but one."""
     caveats: tuple[Caveat, ...] = ()
     companions: tuple[str, ...] = ()
-    """Backends for the phases that this one does not serve, where a user names only this one."""
+    """Backends for the phases that this one does not serve, if a user names only this one."""
     excludes: tuple[str, ...] = ()
-    """Backends (names, aliases or `plugin/name`) that must not serve decode where this one serves
-    extend, nor extend where it serves decode. An unknown name excludes nothing."""
+    """Backends (names, aliases or `plugin/name`) that must not serve decode if this one serves
+    extend, nor extend if it serves decode. An unknown name excludes nothing."""
     needs_cpu_seq_lens: bool = False
     """Whether the batch must carry `seq_lens_cpu`."""
     tree_masks: Annotated[
@@ -265,7 +265,7 @@ class BackendCard(Plain):
     chunks, and the tokens of a request in one chunk as a request of their own. Chunks are whole
     pages."""
     fp8_products: bool = False
-    """Whether the kernel rounds Q and the softmax's weights to KV's dtype where that is an 8-bit
+    """Whether the kernel rounds Q and the softmax's weights to KV's dtype if that is an 8-bit
     float, for 8-bit matrix units. The conformance suite then tolerates the rounding."""
     error_bounds: tuple[ErrorBound, ...] = ()
     """Errors that the backend's answers stay within, for requests with a `max_error`."""

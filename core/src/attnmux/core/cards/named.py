@@ -20,7 +20,7 @@ KNOWN_BACKENDS: Mapping[str, str] = {
     for distribution, backends in json.loads(KNOWN.read_text(encoding="utf-8")).items()
     for backend in backends
 }
-"""The distribution of each backend of this project: the name belongs to it also where it is not
+"""The distribution of each backend of this project: the name belongs to it also if it is not
 installed, and errors suggest its pip line."""
 
 

@@ -32,7 +32,7 @@ class Verified(Plain):
     """The name of the device ("NVIDIA H200"), of the interpreter ("Triton's interpreter"), of the
     compiler ("Triton's compiler"), or of the functions that an emulator stands in for."""
     platform: str = ""
-    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty where
+    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty if
     no device ran the kernels and none was compiled for."""
     interpreted: bool = False
     """Whether an interpreter ran the library's own kernels. Without it and without a platform, an
@@ -44,11 +44,11 @@ class Verified(Plain):
     date: str
     """The day of the run, as 2026-11-21."""
     cases: Whole = 0
-    """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
+    """Cases of the suite that agreed, eagerly and from graphs; 0 if they were not counted."""
     phases: Annotated[
         tuple[str, ...], Check('a tuple of phases, such as ("extend", "decode")')
     ] = ()
-    """The phases that ran, where the card has got others since; empty for all of the card."""
+    """The phases that ran, if the card has got others since; empty for all of the card."""
     kinds: Annotated[
         tuple[str, ...], Check('a tuple of kinds of layers, such as ("mha", "mla")')
     ] = ()
@@ -178,8 +178,8 @@ class Proven:
         """The proof for one machine: a run on another kind of device is one on another device, and
         kernels that compile for another kind prove nothing.
 
-        phases: those that are asked for; the least proven of them counts. layers: the kind of
-        layers that is asked for; empty for any.
+        phases: the requested ones; the least proven of them counts. layers: the requested kind of
+        layers; empty for any.
         """
         own = f"{platform.vendor}:{platform.arch}"
         covering = [[run for run in runs if run.covers(one, layers)] for one in phases or [""]]
@@ -190,7 +190,7 @@ class Proven:
 def doubt(
     runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
 ) -> str:
-    """A warning where a phase never ran on the platform's kind of device, in layers of the kind;
+    """A warning if a phase never ran on the platform's kind of device, in layers of the kind;
     else empty. layers: empty for any."""
     proof = Proven.on(runs, platform, phases, layers)
     if proof.word == "hardware":
@@ -239,8 +239,8 @@ def _word(run: Verified, is_own: Callable[[Verified], bool]) -> Proof:
 
 
 def _serves(clause: Clause, run: Verified) -> bool:
-    """Whether the clause admits the run's device. A version that the name does not tell, as of a
-    vendor outside the table, is taken to fit."""
+    """Whether the clause admits the run's device. A version that the name does not state, as with a
+    vendor outside the table, counts as fitting."""
     vendor, _, arch = run.platform.partition(":")
     row = VENDORS.get(vendor)
     version = "" if row is None else ".".join(map(str, row.version_of(arch) or ()))

@@ -1,9 +1,9 @@
 """The best assignment: a backend for each group of phases, at one page size and one KV dtype.
 
-The outer loop is over *variants* of the request: first as it is, then with more and more coercible
-values unset. Each variant has its feasible points. At one point the groups are independent: the
-best backend of each group is the best assignment, unless two of these backends exclude each other.
-`coercions` tells what an assignment changed of what was asked.
+The outer loop is over *variants* of the request: first the request itself, then with more and more
+coercible values unset. Each variant has its feasible points. At one point the groups are
+independent: the best backend of each group is the best assignment, unless two of these backends
+exclude each other. `coercions` lists the requested values that an assignment changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Assignment(NamedTuple):
 
 
 def best_assignment(problem: Problem, variants: Sequence[Variant]) -> Assignment | None:
-    """The best assignment with the fewest coercions; None where nothing serves the request."""
+    """The best assignment with the fewest coercions; None if nothing serves the request."""
     for _, alike in groupby(variants, key=lambda variant: len(variant.dropped)):
         found = [
             ranked
@@ -70,7 +70,7 @@ def best_together(
 ) -> tuple[Assignment, ...] | None:
     """The best assignment of each problem, all at one page size and one KV dtype, with the fewest
     coercions; then with the best merits, those of earlier problems first. Problems whose request
-    sets the KV dtype share only the page size. None where no page size and KV dtype serves all.
+    sets the KV dtype share only the page size. None if no page size and KV dtype serves all.
 
     variants: of each problem.
     """
@@ -137,9 +137,9 @@ def is_compatible(problem: Problem, fitting: Sequence[Sequence[Offer]]) -> bool:
 def _compatible(
     problem: Problem, scored: Sequence[Scored]
 ) -> Iterator[tuple[tuple[Merit, ...], tuple[Offer, ...]]]:
-    """Merits and winners where no winner excludes another, with the best assignment among them.
+    """Merits and winners if no winner excludes another, with the best assignment among them.
 
-    Takes the best backend of each group. Where two of them exclude each other, a solution lacks at
+    Takes the best backend of each group. If two of them exclude each other, a solution lacks at
     least one of the two: both cases are tried.
     """
     merits = tuple(min(merit for merit, _ in group) for group in scored)
@@ -159,7 +159,7 @@ def _compatible(
 
 
 def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
-    """The places of two winners that exclude each other; empty where none do."""
+    """The places of two winners that exclude each other; empty if none do."""
     for one, other in combinations(range(len(winners)), 2):
         barred = problem.opponents(winners[one].address, problem.groups[one].lead)
         if problem.groups[other].lead in CACHED_LEADS and winners[other].address in barred:

@@ -102,11 +102,11 @@ def disagreements(
     libraries: Libraries,
     accuracy: Accuracy,
 ) -> Iterator[str]:
-    """The differences between this process and the decision's, in words; none where it holds.
+    """The differences between this process and the decision's, in words; none if it holds.
 
-    They cover everything in the decision's hash. Each backend must also serve its phases here, of
-    those that the request asks for: a library or a feature of the machine may be missing that the
-    hash does not cover. Each must be as accurate here as the request demands.
+    They cover everything in the decision's hash. Each backend must also serve the requested phases
+    here: the hash does not cover missing libraries or features of the machine. Each must be as
+    accurate here as the request demands.
     """
     for name in ("vendor", "arch", "runtime"):
         here, there = getattr(platform, name), getattr(decided, name)

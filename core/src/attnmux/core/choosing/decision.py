@@ -47,8 +47,8 @@ class Decision(Plain):
     """The backends that answer each ask of each part, by phase. An optional ask without an answer
     is absent."""
     others: tuple[Decision, ...] = ()
-    """For each of `Request.other_layers`, the decision about these layers. The page size is the
-    same in all, and so is the KV dtype but for groups that have their own."""
+    """For each of `Request.other_layers`, the decision about these layers. All share the page size,
+    and the KV dtype except groups with their own."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -75,7 +75,7 @@ class Decision(Plain):
     @property
     def groups(self) -> tuple[Decision, ...]:
         """The decision about each group of layers that are alike, as `group_requests` has
-        them: itself where all layers are."""
+        them: itself if all layers are."""
         if not self.others:
             return (self,)
         return replace(self, request=group_requests(self.request)[0], others=()), *self.others
@@ -99,7 +99,7 @@ class Decision(Plain):
         return (*own, *(each for other in self.others for each in other.part_choices))
 
     def answer(self, part: str, ask: str, phase: str) -> Choice | None:
-        """The backend that answers a part's ask; None where nothing does."""
+        """The backend that answers a part's ask; None if nothing does."""
         return self.parts.get(part, {}).get(ask, {}).get(phase)
 
     @property
@@ -176,7 +176,7 @@ class Decision(Plain):
 
         platform, offers: this process's own. accuracy: `accuracy_by` with this machine's
         measurements; the default goes by the bounds on the cards alone. parts: of this process.
-        Raises InvalidInput with every difference, where this process would compute another hash, or
+        Raises InvalidInput with every difference, if this process would compute another hash, or
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         here = (self.platform, platform, tuple(offers), libraries, accuracy)

@@ -34,11 +34,11 @@ OWN_DEMANDS: Mapping[str, Callable[[Request], bool]] = MappingProxyType(
 """By part, whether the fields of a request demand it."""
 
 DISPENSABLE: Mapping[str, bool] = MappingProxyType({"draft_trees": True, "expanded_prompts": False})
-"""Parts without which backends may serve all of the request, as those do that take the masks of
-trees, and absorbed ones; and whether the part may serve what they refuse."""
+"""Optional parts: other backends may serve the whole request, with the masks of trees or absorbed.
+The value says whether the part may serve requests that they refuse."""
 
 Parts = Callable[[str], "Part | None"]
-"""A part's name → the part, None where no installed package brings it."""
+"""A part's name → the part, None if no installed package brings it."""
 
 
 def demanded(request: Request) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ def _page_sizes(request: Request, clauses: Sequence[Clause]) -> list[int]:
 
 
 def _kv_dtypes(request: Request, clauses: Sequence[Clause]) -> list[str]:
-    """The request's, else the model's; where both are unset, any that a candidate stores."""
+    """The request's, else the model's; if both are unset, any that a candidate stores."""
     given = request.kv_dtype or request.dtype
     if given is not None:
         return [given]

@@ -35,8 +35,8 @@ WEAK_ORIGINS = ("model", "platform", "default")
 """Origins of values that may be coerced without permission: no user insists on them."""
 
 Opposed = Mapping[str, frozenset[str]]
-"""By address: the backends that must not serve decode where this one serves extend, nor extend
-where it serves decode. Backends without such a rule are left out."""
+"""For each address, the backends that cannot be paired with it across extend and decode. Backends
+without such a rule are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -51,7 +51,7 @@ class Group:
     source: str = ""
     """Where the name comes from, unless from the user."""
     coercion: Coercion | None = None
-    """Set where companions replace a named backend that does not serve the phase."""
+    """Set if companions replace a named backend that does not serve the phase."""
 
 
 class Variant(NamedTuple):
@@ -152,7 +152,7 @@ def groups_of(
     """The requested phases in groups, in the order of LEADS.
 
     Raises UnknownBackend or InvalidInput for a named backend that does not exist or is ambiguous.
-    The user's names are checked even where no requested phase needs them, and so are the names
+    The user's names are checked even if no requested phase needs them, and so are the names
     that are allowed, denied or preferred.
     """
     if offers:
@@ -199,7 +199,7 @@ def _as_named(group: Group, policy: Policy, libraries: Libraries) -> Group:
 def _companions(
     name: str, group: Group, words: Sequence[str], libraries: Libraries
 ) -> tuple[Offer, ...]:
-    """The installed companions; raises UnknownBackend where there are none."""
+    """The installed companions; raises UnknownBackend if there are none."""
     found: list[Offer] = []
     unknown: UnknownBackend | None = None
     for word in words:

@@ -23,7 +23,7 @@ Addresses = Mapping[str, None]
 
 
 class Remedies:
-    """Checks the hints of one problem. What is found for a change serves later backends too.
+    """Checks the hints of one problem. The results for a change serve later backends too.
 
     A group is given by its place among the problem's groups.
     """
@@ -39,7 +39,7 @@ class Remedies:
 
     def checked(self, place: int, offer: Offer, short: Sequence[Reason]) -> list[Reason]:
         """The reasons that bar the offer from any request, and `short`, its shortcomings in a phase
-        of the group. They have hints where following them all leads to a decision in which the
+        of the group. They have hints if following them all leads to a decision in which the
         offer serves the group."""
         reasons = [*self._original.barred(offer.address), *short]
         if reasons and all(reason.hint for reason in reasons):
@@ -72,7 +72,7 @@ class Remedies:
         return False
 
     def _allowed(self, other: int, place: int, address: str) -> Addresses:
-        """The offers that may serve the group `other` where this one serves the group `place`."""
+        """The offers that may serve the group `other` if this one serves the group `place`."""
         if other == place:
             return {address: None}
         groups = self._original.groups

@@ -28,13 +28,13 @@ class Library(Plain):
 
     wanted: str
     installed: str
-    """Name and version; empty where it is missing."""
+    """Name and version; empty if it is missing."""
     state: str
     """One of STATES."""
     offered: str
     """The installed version of each alternative, in words."""
     hint: str
-    """The command that installs it; empty where it is present."""
+    """The command that installs it; empty if it is present."""
 
 
 def required(card: BackendCard, libraries: Libraries, distribution: str) -> Iterator[Library]:
@@ -79,7 +79,7 @@ def caveats(card: BackendCard, platform: Platform, libraries: Libraries) -> Iter
 
 
 def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:
-    """The pip line that installs the card's requirements; empty where there are none.
+    """The pip line that installs the card's requirements; empty if there are none.
 
     It names the extra of the card's own distribution, else `requirement` or the card's first.
     """

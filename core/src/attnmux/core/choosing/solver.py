@@ -62,10 +62,10 @@ def solve(
     libraries: those that count. None: those of this environment if the platform is here
     (`Platform.is_here`), else all that a card requires.
 
-    Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
+    Raises NoBackend, with every verdict, if nothing serves the request; UnknownBackend or
     InvalidInput for a name or an option in `policy` that cannot be used, for arguments of other
-    types, for two offers with the same address, and where pages are chosen and the dtype is open or
-    the page size does not fit the budget.
+    types, for two offers with the same address, and for chosen pages with an open dtype or a page
+    size that does not fit the budget.
     """
     policy, offers = Policy() if policy is None else policy, _in_order(offers)
     _check_kinds(request, platform, policy)
@@ -114,10 +114,10 @@ def solve(
 
 
 def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries) -> list[Decision]:
-    """A decision for each group of layers that are alike, all with one page size and, but for
-    groups that have their own, one KV dtype: each phase has a backend whose card admits all of it.
+    """A decision for each group of layers that are alike, all with one page size and, except groups
+    with their own, one KV dtype: each phase has a backend whose card admits all of it.
 
-    Raises NoBackend for the first group that nothing serves, and where no page size and KV dtype
+    Raises NoBackend for the first group that nothing serves, and if no page size and KV dtype
     serves all groups.
     """
     variants = [problem.variants() for problem in problems]
@@ -177,7 +177,7 @@ def _problem(
 
 
 def _check_kinds(request: object, platform: object, policy: object) -> None:
-    """Raise InvalidInput for texts and mappings in the place of what is made of them."""
+    """Raise InvalidInput for texts and mappings in place of a request or a platform."""
     for name, given, kind, such_as in (
         ("request", request, Request, 'Request.parse("dtype=bf16,page_size=16")'),
         ("platform", platform, Platform, f'Platform.parse("{EXAMPLE}")'),

@@ -1,4 +1,4 @@
-"""Verdicts on all candidates, and the error where nothing serves the request.
+"""Verdicts on all candidates, and the error if nothing serves the request.
 
 `judge` gives the reasons that concern one card in one phase. This module adds those that concern
 other phases or other backends.
@@ -80,7 +80,7 @@ class _Verdicts:
         }
 
     def _excluded(self, group: Group, offer: Offer, variant: int | None = 0) -> list[Reason]:
-        """A reason where the offer excludes all that serve the other of decode and extend: in a
+        """A reason if the offer excludes all that serve the other of decode and extend: in a
         variant, or, for None, as decided."""
         barred = self._problem.opponents(offer.address, group.lead)
         for other in CACHED_LEADS if barred else ():
@@ -223,7 +223,7 @@ def effort(reasons: Sequence[Reason]) -> tuple[int, int]:
 
 
 def _grouped(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """(backend and its phases, reasons), the nearest backend first; one entry where a backend's
+    """(backend and its phases, reasons), the nearest backend first; one entry if a backend's
     phases share the reasons. Phases that the backend does not serve at all share one reason.
     """
     phases: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}

@@ -25,8 +25,8 @@ Named = tuple[str, Part]
 def parts_of(
     request: Request, parts: Parts
 ) -> tuple[Sequence[Named], Sequence[Named], Sequence[str]]:
-    """The parts that serve a request always, the inner ones first; those that are tried after a
-    refusal; and the names of those that are missing and that it can do without.
+    """The parts that always serve a request, inner ones first; the parts that are tried after a
+    refusal; and the names of missing, optional parts.
 
     Raises NoBackend, with the line that installs it, for another part that is missing.
     """
@@ -70,10 +70,10 @@ class Asking:
     def served(
         self, mains: Sequence[Decision], request: Request, left: Request, parts: Sequence[Named]
     ) -> Decision:
-        """One decision of those about the groups of what is `left`, with the request as it was
-        asked and what serves the parts.
+        """One decision from those about the groups of `left`, with the original request and the
+        backends of the parts.
 
-        Raises NoBackend where an ask that is not optional has no answer.
+        Raises NoBackend if an ask that is not optional has no answer.
         """
         if not parts:
             return Decision.of_groups(mains, request.other_layers)
@@ -115,7 +115,7 @@ class Asking:
     def _answer(
         self, ask: Ask, main: Decision
     ) -> tuple[Mapping[str, Choice] | None, Coercion | None]:
-        """The backends that answer, and the change where the named one does not."""
+        """The backends that answer, and the change if the named one does not."""
         if ask.rivals and ask.rivals not in main.phases:
             return None, None
         given = self.policy.named_for(ask.named_for) if ask.named_for else None
@@ -152,7 +152,7 @@ def _bound(policy: Policy, name: str, origin: str) -> Policy:
 
 
 def _restored(decided: Request, asked: Request, left: Request) -> Request:
-    """The decided request with those values of the one that was asked that parts took from it."""
+    """The decided request, with the original values that parts took from it."""
     if asked is left:
         return decided
     names = [each.name for each in fields(asked) if each.name != "origins"]

@@ -73,11 +73,11 @@ def requested(
 ) -> Request:
     """The model's needs, overruled by the user's fields.
 
-    skip: layers without the KV dtype. assume: called with what is assumed of an unknown model type;
-    None assumes nothing.
-    Raises UnknownModel for a type of whose attention nothing is known, and InvalidInput for a model
-    or fields that cannot be read, for layers that cannot be skipped, and for `tp` and `skip`
-    without a model.
+    skip: layers without the KV dtype. assume: called with the assumption about an unknown model
+    type; None assumes nothing.
+    Raises UnknownModel for a type whose attention is unknown, and InvalidInput for a model or
+    fields that cannot be read, for layers that cannot be skipped, and for `tp` and `skip` without a
+    model.
     """
     if model is None and tp > 1:
         raise InvalidInput("--tp", got=str(tp), expected="--model, whose heads it divides")
@@ -161,8 +161,8 @@ def ask(
 ) -> Asked:
     """Decide for one machine, with the warnings that belong to it.
 
-    graphs: whether graphs are asked for where the device has them. of_engine: makes the request
-    that an engine asks instead; it raises NoBackend for what it refuses.
+    graphs: whether to request graphs if the device has them. of_engine: makes an engine's request
+    instead; it raises NoBackend for requests that it refuses.
     """
     device = machine(run, settings, plugins, platform)
     policy, offers = settings.policy(**given), plugins.offers()

@@ -60,7 +60,7 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
 
 
 def tried(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
-    """The plugins with what a child process of each found, and the cards of those that it could
+    """The plugins with the report of a child process for each, and the cards of those that it could
     load."""
     found = []
     for plugin in plugins:

@@ -3,9 +3,9 @@
 An integration advertises a module in the entry-point group `attnmux.engines`, as NAME = MODULE,
 with the functions of `Integration`. The module imports neither the engine nor torch.
 
-The request of a model becomes that of the engine (`ask`), which the verb solves. What a decision
-rests on is on the line that starts the engine: settings of attnmux as variables, which are the
-verb's part, and all else as the engine's own words (`launch`).
+The request of a model becomes that of the engine (`ask`), which the verb solves. The line that
+starts the engine has all inputs of a decision: the verb writes attnmux's settings as variables, and
+`launch` the engine's own options.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Integration(Protocol):
     def ask(self, request: Request, platform: Platform) -> Request:
         """The request that the integration makes in the engine, for a model with this one.
 
-        A field that the engine neither reads from the model nor takes as an option is refused,
-        and so is whatever the integration refuses when the engine starts. A `graph` that is not the
-        user's is left out where nothing serves it.
+        A field that the engine neither reads from the model nor has an option for is refused, and
+        so are requests that the integration refuses when the engine starts. A `graph` that is not
+        the user's is dropped if no backend serves it.
         """
 
     def launch(
         self, decision: Decision, model: str, *, tp: int, kv_dtype_skip: str | None
     ) -> list[str]:
-        """The words of the engine's own command, which carry all that the decision rests on: tp,
-        dtype, KV dtype, page size, determinism, drafts, the device. model: a folder or a hub id.
+        """The options of the engine's own command, with all inputs of the decision: tp, dtype, KV
+        dtype, page size, determinism, drafts, the device. model: a folder or a hub id.
         tp: ranks that share the heads. kv_dtype_skip: layers that keep K and V in the model's
         dtype, as `request_from_model` takes them.
 
@@ -95,7 +95,7 @@ class Engine:
         self, asked: Asked, model: str | None, *, tp: int, skip: str | None, measured: bool
     ) -> tuple[str, ...]:
         """The line that installs the engine on the decision's machine, and the one that starts it;
-        none where not all layers have a backend. model, tp, skip: as `requested` takes them.
+        none if not all layers have a backend. model, tp, skip: as `requested` takes them.
 
         Raises NoBackend for a decision that the engine cannot follow.
         """
@@ -124,7 +124,7 @@ class Engine:
 
 
 def engine_named(name: str, settings: Settings) -> Engine:
-    """The installed integration of that engine. Raises InvalidInput where there is none, and
+    """The installed integration of that engine. Raises InvalidInput if there is none, and
     AttnmuxError for one that cannot be imported."""
     allow, deny = settings.plugin_filter()
     known = {

@@ -1,4 +1,4 @@
-"""`attnmux explain`: what each reason code means, and what a user can do about it."""
+"""`attnmux explain`: the meaning of each reason code, and its remedy."""
 
 from __future__ import annotations
 

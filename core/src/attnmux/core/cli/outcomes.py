@@ -39,7 +39,7 @@ class Outcome(Plain):
     standing: Standing
     rank: int | None
     why: str = ""
-    """In words; empty where the reasons are enough."""
+    """In words; empty if the reasons are enough."""
     source: str = ""
     """Where the rank comes from, of a chosen backend or of one that was measured."""
     proof: str = ""
@@ -64,7 +64,7 @@ def outcomes_of_refusal(
     offers: Iterable[Offer],
     policy: Policy,
 ) -> tuple[Outcome, ...]:
-    """The outcomes where nothing was decided: each candidate's reasons, named backends first."""
+    """The outcomes without a decision: each candidate's reasons, named backends first."""
     account = _Account(request, platform, offers, policy)
     served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
     unserved = [phase for phase in request.phases if phase not in served]

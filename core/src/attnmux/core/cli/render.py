@@ -52,7 +52,7 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
 
 def render_backends(backends: Sequence[Backend], *, every: bool = False) -> None:
     """A row for each backend that this machine's devices could run, or, with `every`, for each,
-    with the commands that install what it lacks if nothing but libraries is missing."""
+    with the commands that install missing libraries if nothing else is missing."""
     shown = [each for each in backends if every or each.here != ELSEWHERE]
     rows = [
         (each.offer.address, proof_cell(each.proof), each.here, _with_hints(each)) for each in shown

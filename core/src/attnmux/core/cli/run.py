@@ -51,7 +51,7 @@ class Run:
         self.warnings: list[str] = []
         """Printed on stderr, and part of a JSON answer."""
         self.answer: TextIO | None = None
-        """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
+        """The stream for an answer in JSON. All other output goes to stderr."""
 
     def settings(self, **flags: str) -> Settings:
         """The settings, with the flags that options turn on: each with the name of the option, ""
@@ -184,7 +184,7 @@ def escape_unknown() -> None:
 @contextmanager
 def writing(path: Path, *, otherwise: str) -> Iterator[None]:
     """Turn an OSError of the block into a SettingsError that names the file and, with `otherwise`,
-    what else can be done."""
+    another way."""
     try:
         yield
     except OSError as error:

@@ -209,8 +209,8 @@ def _compare(run: Run, asked: Sequence[Asked], *, as_json: bool) -> None:
 
 
 def _answered(asked: Asked) -> dict[str, Any]:
-    """The decision as JSON, with the proof of each backend on the machine, in the phases that are
-    asked for and that it serves. A refusal has the same keys, with nothing decided."""
+    """The decision as JSON, with the proof of each backend on the machine, in the requested phases
+    that it serves. A refusal has the same keys, with nothing decided."""
     request, device, answer = asked.request, asked.device, asked.answer
 
     def proof_of(card: BackendCard) -> Proof:

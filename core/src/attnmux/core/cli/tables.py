@@ -70,7 +70,7 @@ def proof_cell(proof: str) -> Text:
 def print_rows(
     console: Console, columns: Sequence[str], rows: Sequence[Cells], styles: Sequence[str] = ()
 ) -> None:
-    """A table whose last column is prose, or paragraphs where the prose column would be too narrow.
+    """A table whose last column is prose, or paragraphs if the prose column would be too narrow.
 
     Text wraps between words. styles: of the rows.
     """

@@ -110,7 +110,7 @@ class Verbs(click.Group):
         standalone_mode: bool = True,
         **extra: Any,  # noqa: ANN401  # click's own signature
     ) -> object:
-        """Run a verb; where standalone, end the process with the exit code."""
+        """Run a verb; if standalone, end the process with the exit code."""
         run = Run()
         if standalone_mode:
             escape_unknown()

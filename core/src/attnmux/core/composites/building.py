@@ -1,4 +1,4 @@
-"""From a decision to a backend that runs it, and to the next candidate where one fails."""
+"""From a decision to a backend that runs it, and to the next candidate if one fails."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ T = TypeVar("T")
 def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     """Make the backend of a decision.
 
-    It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
-    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. The
+    It is a single backend, a `HybridAttnBackend` if decode and extend differ, and a
+    `BatchSizeAttnBackend` if the decision has other backends for some sizes of decode steps. The
     decision's parts are built around it, see `Part`.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
@@ -74,8 +74,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
 
 
 def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
-    """Raise BackendFailed where one graph runner cannot pad for both, so that an automatic choice
-    goes on without the other one. choice: of that one."""
+    """Raise BackendFailed if one graph runner cannot pad for both, so that an automatic choice
+    continues without `choice`, the other one's."""
     known, own = (each.get_cuda_graph_seq_len_fill_value() for each in (first, other))
     if own != known:
         reason = f"it has padding rows of {own} tokens, and the other backend of {known}"

@@ -174,7 +174,7 @@ class HybridAttnBackend(DispatchingBackend):
         return self.select(batch.forward_mode)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """For the decode backend, and for the prefill backend where it verifies drafts.
+        """For the decode backend, and for the prefill backend if it verifies drafts.
 
         A `GraphRunner` calls only the child that `select` returns.
         """

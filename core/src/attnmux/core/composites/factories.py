@@ -47,9 +47,9 @@ def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
 
 def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
     """The chosen attention backend, which gets the masks of draft trees in a form that it reads,
-    and attention chunks as virtual requests where its card says so.
+    and attention chunks as virtual requests if its card says so.
 
-    Raises BackendFailed where its factory cannot be imported or fails, AttnmuxError where the
+    Raises BackendFailed if its factory cannot be imported or fails, AttnmuxError if the
     factory makes something else.
     """
 

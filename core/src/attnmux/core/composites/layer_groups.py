@@ -70,7 +70,7 @@ def group_contexts(
     decision: Decision, context: BackendContext
 ) -> Iterator[tuple[Decision, BackendContext]]:
     """Each group of the decision, with the context of its layers and their pool: the whole context
-    where all layers are alike.
+    if all layers are alike.
 
     Raises InvalidInput for a layer of no group's heads, dims and KV dtype, and for a group without
     layers.

@@ -76,7 +76,7 @@ class LocalAttnBackend(CompositeBackend):
     """Serves layers with attention chunks by backends without them, in virtual requests.
 
     EXTEND and MIXED steps are cut at the borders of chunks; a decode step has one virtual request
-    for each. Steps of drafts are refused where layers have chunks.
+    for each. Steps of drafts are refused if layers have chunks.
     """
 
     def __init__(

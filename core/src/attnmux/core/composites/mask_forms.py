@@ -16,7 +16,7 @@ from attnmux.core.facts.values import TreeMask
 
 
 def with_mask_forms(backend: AttentionBackend, forms: tuple[TreeMask, ...]) -> AttentionBackend:
-    """The backend, or one around it where steps may have masks in a form that it does not read.
+    """The backend, or one around it if steps may have masks in a form that it does not read.
 
     forms: as `BackendCard.tree_masks`.
     """

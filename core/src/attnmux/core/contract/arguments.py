@@ -188,8 +188,7 @@ def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype |
 
 
 def check_result(result: torch.Tensor, call: AttentionCall, backend: str) -> None:
-    """Raise AttnmuxError unless a backend's result is what `call` asks for: [T, Hq, Dv] of Q's
-    dtype and device."""
+    """Raise AttnmuxError unless a backend's result is [T, Hq, Dv] with Q's dtype and device."""
     q, layer = call.q, call.layer
     shape = (q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
     if not isinstance(result, torch.Tensor):

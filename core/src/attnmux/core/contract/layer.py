@@ -58,7 +58,7 @@ class LayerSpec:
     i and key j grows by slope * (j - i); i and j are places in the sequence. Only causal self
     attention of kind "mha" without a cap has it."""
     relative_bias: torch.Tensor | None = None
-    """[Hq, R + 1] fp32, or [Hq, 2 * R + 1] where `is_causal` is False: relative position biases by
+    """[Hq, R + 1] fp32, or [Hq, 2 * R + 1] if `is_causal` is False: relative position biases by
     head and distance (T5, arXiv:1910.10683). The scaled logit of token i and key j grows by the
     value for j - i clipped to [-R, R]; the first column is that of -R, and the last that of R, or
     of 0 in a causal layer. i and j are places in the sequence. Only self attention of kind "mha"
@@ -138,8 +138,8 @@ class LayerSpec:
             raise InvalidInput("relative_bias", got=got, expected=expected)
 
     def _check_features(self) -> None:
-        """Raises InvalidInput where biases by distance, or picked blocks, have a feature or a kind
-        next to them that they do not go with."""
+        """Raises InvalidInput if ALiBi, relative bias or picked blocks are combined with a feature
+        they do not support."""
         limits = {"sliding_window", "attention_chunk", "sinks"}
         for name, feature, allowed in (
             ("relative_bias", "relative_bias", {*limits, "bidirectional"}),
@@ -197,8 +197,8 @@ class LayerSpec:
     @property
     def is_mergeable(self) -> bool:
         """Whether a new token sees all of some earlier keys, so that parts of them can be merged by
-        LSE. Windows and attention chunks end within a part, and a part does not say how far its
-        keys are from the tokens, which biases by distance ask."""
+        LSE. Windows and attention chunks end within a part. Biases by distance need the distance of
+        keys from tokens, which a part does not have."""
         limiting = {"sliding_window", "attention_chunk", "alibi", "relative_bias"}
         return self.kind in ("mha", "mla") and self.features.isdisjoint(limiting)
 

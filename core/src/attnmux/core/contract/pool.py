@@ -228,7 +228,7 @@ class KVPool(ABC):
         """The table that `translate` reads, for kernels that translate themselves: [slots] int32,
         at a fixed address, from slots of the request table to slots of the layer's buffer.
 
-        None where the two are equal, or where `translate` is more than a look-up.
+        None if the two are equal, or if `translate` is more than a look-up.
         """
         return None
 
@@ -259,7 +259,7 @@ class KVPool(ABC):
         )
 
     def check_whole_bytes(self, reader: str) -> None:
-        """Raise InvalidInput where an element holds two values: `reader` takes it for one."""
+        """Raise InvalidInput if an element holds two values: `reader` takes it for one."""
         if self.dtype == FP4_DTYPE:
             expected = f"8 bits or more: no 4-bit floats for {reader}"
             raise InvalidInput("dtype", got="fp4_e2m1", expected=expected)

@@ -55,8 +55,8 @@ class SpecInput:
     def visible_drafts(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """`visible`, whatever form the mask has; causal for chains. seq_lens: [B] int32, prefixes.
 
-        Of a whole mask, only the columns of the drafts are read: that the prefix is visible is not
-        checked.
+        It reads only the drafts' columns of a whole mask, and does not check that the prefix is
+        visible.
         """
         drafts, device = self.draft_token_num, seq_lens.device
         if self.visible is not None:

@@ -55,7 +55,7 @@ class StepBackend(ABC):
 
 
 def prepared(step: S | None) -> S:
-    """The step that a backend keeps. Raises AttnmuxError where none is prepared."""
+    """The step that a backend keeps. Raises AttnmuxError if none is prepared."""
     if step is None:
         raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
     return step

@@ -57,7 +57,7 @@ def limited_drafts(
 def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> ForwardBatch:
     """The verify step with its mask in a form, in new memory unless it has that form.
 
-    A whole mask has room for requests of max_context_len tokens where the host does not know the
+    A whole mask has room for requests of max_context_len tokens if the host does not know the
     lengths.
     """
     spec = batch.spec_info
@@ -98,8 +98,8 @@ def of_requests(spec: SpecInput, first: int, last: int) -> SpecInput:
 
 
 def check_trees(batch: ForwardBatch) -> None:
-    """Refuse what is no tree: a hidden prefix, a draft that does not see itself, or one that sees
-    another without that one's ancestors or a later one. Synchronises.
+    """Refuse masks that are no trees: a hidden prefix, a draft that does not see itself, that sees
+    a later one, or that sees another without its ancestors. Synchronises.
 
     A whole mask has the size that `check_batch` demands. Raises InvalidInput with the field.
     """

@@ -42,7 +42,7 @@ class Chooser:
         """The chooser of this machine and the user's settings, for tensors on that device or type
         of device. With an index it is the device that names the platform, and torch initialises it.
 
-        Raises InvalidInput where no plugin finds a device of the type, AmbiguousPlatform for
+        Raises InvalidInput if no plugin finds a device of the type, AmbiguousPlatform for
         several, SettingsError for settings that cannot be read.
         """
         settings = Settings.load()

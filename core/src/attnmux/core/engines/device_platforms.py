@@ -61,8 +61,8 @@ def platform_of(
 ) -> Platform:
     """The platform of a torch device: its kind among those that were found.
 
-    A device whose architecture torch reports, and that no probe found, is described by torch's
-    report: its runtime is then unknown, unless `wanted` describes it. `wanted` is the configured
+    If torch reports a device's architecture and no probe found the device, torch's report describes
+    it. Its runtime is then unknown, unless `wanted` describes it. `wanted` is the configured
     platform, and `named` where it comes from. It decides for a device that torch does not report,
     and for one without an index before torch has initialised devices of its type.
 

@@ -51,8 +51,8 @@ class Integration:
     warning: type[Warning]
 
     def misfit(self, interfaces: Iterable[Interface]) -> str:
-        """A line that says what the installed engine lacks and what to do; empty if it lacks
-        nothing."""
+        """A line with the interfaces that the installed engine lacks, and the remedy; empty if it
+        lacks none."""
         gaps = missing(interfaces)
         if not gaps:
             return ""

@@ -29,7 +29,7 @@ def _in_phases(field: str, *phases: str) -> Wanted:
 
 def _drafting(field: str) -> Wanted:
     """The request's field, demanded in the phases that may see drafts: all that read the KV cache,
-    except extend where decode's backend verifies. Decode always may, as it makes the drafts."""
+    except extend if decode's backend verifies. Decode always may, as it makes the drafts."""
     cached = _cached(field)
 
     def wanted(question: Asked) -> Value | None:

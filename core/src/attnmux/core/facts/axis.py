@@ -76,7 +76,7 @@ class Axis:
     words: tuple[str, ...] = ()
     """All words that a request can have; empty: any."""
     tries: tuple[Value, ...] = ()
-    """Numbers that the suite asks for, besides the neighbours of a card's limits."""
+    """Numbers that the suite requests, in addition to the neighbours of a card's limits."""
 
     @property
     def tried(self) -> tuple[Value, ...]:

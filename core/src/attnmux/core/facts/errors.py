@@ -64,7 +64,7 @@ class NoBackend(AttnmuxError):
 
 
 class UnknownModel(NoBackend):
-    """A model type of whose attention nothing is known, so that no backend is chosen for it."""
+    """A model type whose attention is unknown, so that no backend is chosen for it."""
 
     def __init__(self, what: str, *, assumption: str) -> None:
         self.assumed = f"{what}: read as {assumption}"

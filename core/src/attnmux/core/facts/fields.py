@@ -164,7 +164,7 @@ def _reader(hint: Any) -> Reader:  # noqa: ANN401  # any type
 
 
 def _mapping_reader(keys: Reader, values: Reader, mark: Check | None) -> Reader:
-    """Refuses one value by its key, and the whole where the mark has words for it."""
+    """Refuses one value by its key, and the whole if the mark has words for it."""
 
     def read(name: str, value: Any) -> Any:  # noqa: ANN401  # reads any value
         expected, holds = mark or Check("a mapping")

@@ -103,7 +103,7 @@ class Trial(Plain):
     values: Values
     """The launch."""
     median_us: Annotated[Microseconds | None, Check(MICROSECONDS)]
-    """None where it failed, or its result was wrong."""
+    """None if it failed, or its result was wrong."""
     error: str = ""
     is_current: bool = False
     """Whether the backend uses this launch today."""

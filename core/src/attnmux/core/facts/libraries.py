@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 Libraries = Callable[[str], "str | None"]
-"""A distribution's name → its installed version, None where it is not installed."""
+"""A distribution's name → its installed version, None if it is not installed."""
 
 Unreadable = Sequence[tuple[str, Exception]]
 """Distributions by name, and why their entry points cannot be read."""
@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
-    """(name, version); empty where the metadata does not tell."""
+    """(name, version); empty if the metadata does not tell."""
     try:
         if distribution is None:
             return "", ""
@@ -74,7 +74,7 @@ def _found(path: tuple[tuple[str, int], ...]) -> Sequence[metadata.Distribution]
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version in this environment, None where it is not installed. It is read once for each
+    """The version in this environment, None if it is not installed. It is read once for each
     `sys.path`."""
     return _version(canonical(distribution), tuple(sys.path))
 

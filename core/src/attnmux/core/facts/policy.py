@@ -80,7 +80,7 @@ class Policy:
     backend that has it as its name or an alias."""
     deny: Annotated[tuple[str, ...], _names] = ()
     prefer: Annotated[tuple[str, ...], _names] = ()
-    """Backends that win over every rank where they fit; the first wins over the next."""
+    """Backends that win over every rank if they fit; the first wins over the next."""
     allow_coercion: bool = False
     """Whether values that a user, the environment or a config file set may be changed."""
     without: Annotated[frozenset[str], _distributions] = frozenset()

@@ -77,7 +77,7 @@ class Request(Plain):
     """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
     context of no more tokens has plain MLA."""
     index_block_size: Count = None
-    """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
+    """Keys of a block, if the indexer of a model of kind "mha" picks `index_topk` blocks. It
     demands nothing of backends; see `PickedBlocksBackend`."""
     encoder_head_dim: Count = None
     """Dim of the heads of a multimodal model's encoder."""
@@ -128,7 +128,7 @@ class Request(Plain):
     of a slot side by side."""
     other_layers: Groups = ()
     """Attention layers whose heads, dims, features or KV dtype are not those of the fields above,
-    as where window layers have more KV heads. Each group has a backend of its own, see
+    for example window layers with more KV heads. Each group has a backend of its own, see
     `Decision.others`."""
     compressed_layers: Layers = ()
     """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
@@ -143,7 +143,7 @@ class Request(Plain):
     """V dim of their recurrent states; None: as `linear_head_dim`."""
     parts: Layers = ()
     """(part, number) of what parts of other packages serve, see `Part`. The number is the part's to
-    read; 1 where it needs none."""
+    read; 1 if it needs none."""
     max_error: Measure = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
     origins: Annotated[Mapping[str, str], _origins] = field(default_factory=FrozenMapping)

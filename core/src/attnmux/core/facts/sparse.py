@@ -34,7 +34,7 @@ def check_sparse(asked: Any) -> None:  # noqa: ANN401  # a request, whose module
 
 
 def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
-    """Raise InvalidInput for a request whose indexer picks blocks and that has what excludes it."""
+    """Raise InvalidInput for a request with picked blocks and a feature that excludes them."""
     if asked.index_block_size is None:
         return
     excluded = {
@@ -53,8 +53,8 @@ def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
 
 
 def check_decidable(asked: Any) -> None:  # noqa: ANN401  # as above
-    """Raise InvalidInput where pages are chosen and the solver would have to choose their size or
-    dtype, and for a budget that `check_budget` refuses."""
+    """Raise InvalidInput for chosen pages if the page size or dtype is open, and for a budget that
+    `check_budget` refuses."""
     if asked.sparse is None:
         return
     check_budget(asked.sparse_budget, asked.page_size or 0)

@@ -76,7 +76,7 @@ def _is_unset(value: object) -> bool:
 
 
 def _number(kind: type[int] | type[float], expected: str, name: str, value: Any) -> Any:  # noqa: ANN401  # reads any value
-    """A positive number; None where it is unset or 0."""
+    """A positive number; None if it is unset or 0."""
     if type(value) is kind and 0 < value < float("inf"):
         return value
     if _is_unset(value):

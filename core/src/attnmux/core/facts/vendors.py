@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from attnmux.core.facts.frozen import FrozenMapping
 
 Evidence = Callable[[Path], str]
-"""From the root of /dev and /sys to the evidence in words; empty where there is none."""
+"""From the root of /dev and /sys to the evidence in words; empty if there is none."""
 
 DISPLAY_UNITS = 2
 """Compute units of the display-only GPUs in desktop processors, which are ignored."""

@@ -67,7 +67,7 @@ class Verdict(Plain):
     phase: str
     verdict: Status
     rank: int | None
-    """Lower is better; None where rejected."""
+    """Lower is better; None if rejected."""
     measured: bool = False
     """Whether the rank follows figures, of this machine or of its kind, and not a prior."""
     source: str = ""

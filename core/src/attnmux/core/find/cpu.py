@@ -89,7 +89,7 @@ def _cores() -> int:
 
 
 def _memory(cgroup: Path) -> int:
-    """Physical memory, or the container's limit where that is lower; 0 unknown."""
+    """Physical memory, or the container's limit if that is lower; 0 unknown."""
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

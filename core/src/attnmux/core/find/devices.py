@@ -40,13 +40,13 @@ class Detection:
         return tuple(found for found in self.platforms if found.vendor != "cpu")
 
     def pick(self, wanted: str | None = None, *, named: str = "platform") -> Platform:
-        """The platform to use: the only kind of accelerator, or the CPU where there is none.
+        """The platform to use: the only kind of accelerator, or the CPU if there is none.
 
         `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named`
-        is what it was read from, for the error. Unlike cards of one architecture are one platform,
-        with both names and the smaller memory. Raises AmbiguousPlatform if several kinds of
-        accelerator are present (or match), InvalidInput if none matches. A caller that gets the CPU
-        should show `unserved` and `failures` prominently.
+        is its source, for the error. Unlike cards of one architecture are one platform, with both
+        names and the smaller memory. Raises AmbiguousPlatform if several kinds of accelerator are
+        present (or match), InvalidInput if none matches. A caller that gets the CPU should show
+        `unserved` and `failures` prominently.
         """
         if wanted is None:
             return _only(self.accelerators or self.platforms[-1:])

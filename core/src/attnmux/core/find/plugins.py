@@ -23,7 +23,7 @@ from attnmux.core.find.visibility import NO_VARIABLES
 GROUP = "attnmux"
 """The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
 OWN = "attnmux-"
-"""Where `attnmux-NAME` is installed, the plugin name NAME is its own."""
+"""If `attnmux-NAME` is installed, the plugin name NAME is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def is_admitted(distribution: str, allow: Iterable[str] | None, deny: Iterable[s
 
 def unknown_plugins(names: Iterable[str], *, denied: bool) -> dict[str, str]:
     """The names that match no installed plugin, each with the name that was probably meant, or with
-    an empty text. denied: whether names of plugins match too, as they do where they are denied."""
+    an empty text. denied: whether names of plugins match too, as they do if they are denied."""
     points, _ = entry_points(GROUP)
     owners = {point.name: identity(point.dist)[0] for point in points}
     return {

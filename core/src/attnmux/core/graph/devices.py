@@ -74,7 +74,8 @@ class DeviceGraphs(ABC):
     def of(device: torch.device, device_type: str | None = None) -> DeviceGraphs:
         """The graphs of a device: of CUDA here, of another type those that a plugin provides.
 
-        device_type: whose graphs, where tensors of an emulated device lie on another one.
+        device_type: the type whose graphs to make, if tensors of an emulated device are on another
+        one.
         Raises GraphUnsupported for a device without graphs, or whose graphs cannot be made.
         """
         kind = device_type or device.type

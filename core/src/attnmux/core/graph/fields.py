@@ -77,7 +77,7 @@ def device_and_dtype(field: Field) -> tuple[str, str]:
 
 
 def group_bounds(fields: Sequence[Field]) -> list[tuple[int, int]]:
-    """Where the fields of one device and dtype, which are copied together, begin and end."""
+    """Begin and end of the fields of one device and dtype, which are copied together."""
     bounds, first = [], 0
     for _, members in groupby(fields, key=device_and_dtype):
         last = first + len(list(members))

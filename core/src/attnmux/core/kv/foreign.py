@@ -15,9 +15,9 @@ from attnmux.core.kv.token_pools import LatentPool, PairPool
 class ForeignKVPool(PairPool):
     """K [slots, Hkv, D] and V [slots, Hkv, Dv] of each layer, as views of the engine's cache.
 
-    Slots and heads may be any distance apart, as where K and V of a head lie side by side; the
-    values of a head are contiguous. Page 0 is reserved, as in every pool: the engine hands it to no
-    request. Layers that share a cache have the same views.
+    Slots and heads may be any distance apart, for example if K and V of a head are side by side.
+    The values of a head are contiguous. Page 0 is reserved, as in every pool: the engine hands it
+    to no request. Layers that share a cache have the same views.
     """
 
     def __init__(

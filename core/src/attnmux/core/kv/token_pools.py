@@ -190,8 +190,9 @@ class MHATokenToKVPool(PairPool):
     def _allocate_scales(self, dim: int) -> list[torch.Tensor]:
         """[slots, Hkv, dim / BLOCK] of each layer, zero.
 
-        In memory a head's slots are side by side: a kernel that reads one head would fetch those of
-        other heads with it, since its scales of one slot are less than a sector of memory.
+        In memory a head's slots are side by side. One head's scales of a slot are less than a
+        sector of memory, so in another order a kernel that reads one head would fetch other heads
+        too.
         """
         shape = self.num_kv_heads, self.num_slots, scale_bytes(dim)
         shapes = [shape] * len(self.layer_ids)

@@ -64,7 +64,7 @@ def accuracy_by(
     measurements: Iterable[Measurement], platform: Platform, offers: Iterable[Offer]
 ) -> Accuracy:
     """The accuracy of backends for `Decision.check`: as measured on this machine, and by the card
-    where nothing was measured."""
+    if nothing was measured."""
     return by_measurement(current_measurements(measurements, platform, tuple(offers)), platform)
 
 
@@ -133,7 +133,7 @@ def ranks(priors: Mapping[str, int], times: Mapping[str, Times]) -> Mapping[str,
 
 
 def share_of(times: Times, others: Times) -> float:
-    """`times` as a share of `others`: the geometric mean over the workloads that both have; 1 where
+    """`times` as a share of `others`: the geometric mean over the workloads that both have; 1 if
     there are none."""
     common = times.keys() & others.keys()
     if not common:

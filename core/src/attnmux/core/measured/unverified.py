@@ -127,7 +127,7 @@ def part_uses(decision: Decision) -> Iterator[tuple[Request, str, Choice]]:
 def passed_over(
     decision: Decision, chosen: Offer, phases: Sequence[str], offers: Mapping[str, Offer]
 ) -> str:
-    """The backends that fit for these phases and ran on a device, in words, where the chosen one
+    """The backends that fit for these phases and ran on a device, in words, if the chosen one
     ran on none; else empty. offers: by address."""
     layers = decision.request.kind
     if Proven.on(chosen.card.verified_on, decision.platform, phases, layers).is_on_a_device:

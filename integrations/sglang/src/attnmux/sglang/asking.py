@@ -1,8 +1,8 @@
 """The request of this integration and its refusals, for the bridge and for `attnmux select`.
 
 SGLang and torch are not imported. The bridge makes a request of SGLang's layers and arguments, the
-verb one of a config.json; `asked` completes both and refuses what is not served. `launch` and
-`install` are the verb's: see `attnmux.core.cli.engines`.
+verb one of a config.json; `asked` completes both and refuses requests that are not served. `launch`
+and `install` are the verb's: see `attnmux.core.cli.engines`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def asked(request: Request, *, captures: bool) -> Request:
 def ask(request: Request, platform: Platform) -> Request:
     """The request that the bridge makes for a model with this one.
 
-    Raises InvalidInput for what the bridge refuses, and for what no option of SGLang states.
+    Raises InvalidInput for requests that the bridge refuses, and for fields that no option of
+    SGLang states.
     """
     on_cpu = platform.device_type == "cpu"
     if request.custom_mask and not request.has_trees:

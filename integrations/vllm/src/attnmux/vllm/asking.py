@@ -1,4 +1,4 @@
-"""The request that is made in vLLM for a model, and what is refused there.
+"""The request in vLLM for a model, and refusals.
 
 The backend asks so for vLLM's layers, and `attnmux select --engine vllm` for a config.json. Imports
 neither vLLM nor torch.
@@ -48,7 +48,7 @@ UNSERVED = {
     "max_error": NO_OPTION,
     "parts": NO_OPTION,
 }
-"""Fields of a request that no layer of vLLM's has, or that are refused, with what is expected."""
+"""Fields of a request that no layer of vLLM has, or that are refused, with the expected values."""
 
 OWN = (
     ("multimodal", False),

@@ -32,7 +32,7 @@ class Asked:
     batch_invariant: bool
 
     def request(self, config: VllmConfig) -> Request:
-        """Raises InvalidInput for values that no request can hold, and for what is refused."""
+        """Raises InvalidInput for values that no request can hold, and for refused features."""
         model, dtype = config.model_config, dtype_name(self.dtype)
         given: dict[str, Any] = {
             "dtype": dtype,

@@ -40,7 +40,7 @@ def register() -> None:
 def platform() -> str | None:
     """The platform class to use in place of vLLM's own; None for vLLM's own.
 
-    It is None, too, where another package offers a platform: vLLM admits one.
+    It is None, too, if another package offers a platform: vLLM admits one.
     """
     others = [each for each in entry_points(group=PLATFORM_GROUP) if each.value != _SELF]
     if others:

@@ -3,7 +3,7 @@
 `mla_decode_fwd` splits the keys of decode steps and of chains of a few drafts. It takes 16 or 128
 query heads of 512 + 64 dims, in bfloat16 or, with the pool, in the device's e4m3. Other steps are
 `mla_prefill_fwd`, in bfloat16 alone. Both write NaN for a request without keys, and fill no LSE.
-Decode takes other multiples of 16 heads where its work is planned ahead (`aiter_mla_work.py`).
+Decode takes other multiples of 16 heads if its work is planned ahead (`aiter_mla_work.py`).
 
 How many parts it splits keys into lies in a tensor of `get_meta_param`, whose cache forgets all but
 the last: a captured launch would read memory that others use. It is made before the capture, which
@@ -54,7 +54,7 @@ FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 """`aiter.dtypes.fp8`: the matrix units of each read their own e4m3."""
 MOST_BYTES = 1 << 32
 """Bytes of a layer's rows, at most. asm_mla.cu passes the stride of a row in 32 bits, and AITER's
-tests of 0.1.7 stay below: what the kernels do beyond is not known."""
+tests of 0.1.7 stay below. The kernels' behaviour beyond it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,11 +40,11 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -
     """One Platform for each distinct kind of AMD device that ROCm shows; [] without the kernel's
     AMD driver.
 
-    Asks AMD SMI where its Python package works, else reads the kernel's topology, which has all
+    Asks AMD SMI if its Python package works, else reads the kernel's topology, which has all
     but the product's name on many boards. `root` is where /sys and /opt are; `variables` are those
     of the environment that hide devices.
 
-    Raises AttnmuxError where the topology is there and cannot be read.
+    Raises AttnmuxError if the topology is there and cannot be read.
     """
     nodes = root / TOPOLOGY
     if not nodes.is_dir():

@@ -22,7 +22,7 @@ class NPUGraphs(StreamGraphs):
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Raises ImportError where torch-npu is missing."""
+        """Raises ImportError if torch-npu is missing."""
         npu: Any = import_module("torch_npu").npu
         super().__init__(device, npu, npu.NPUGraph)
 

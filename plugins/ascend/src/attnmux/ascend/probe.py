@@ -61,7 +61,7 @@ class Device(NamedTuple):
 def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
     """One Platform for each distinct kind of Ascend NPU that CANN shows; [] without device nodes.
 
-    Asks `npu-smi info`; where that program is missing, the device nodes are counted and the PCI
+    Asks `npu-smi info`; if that program is missing, the device nodes are counted and the PCI
     bus says what they are. `root` is where /dev, /sys and /usr are; `variables` are those of the
     environment that hide devices.
 

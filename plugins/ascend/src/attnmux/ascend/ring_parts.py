@@ -42,7 +42,7 @@ class RingPart:
         lens: Sequence[int],
         device: torch.device,
     ) -> RingPart | None:
-        """None where no query sees a key."""
+        """None if no query sees a key."""
         queries, spans, rows = list[int](), list[tuple[int, int]](), list[torch.Tensor]()
         row = place = 0
         for count, length in zip(new, lens, strict=True):

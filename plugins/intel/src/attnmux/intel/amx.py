@@ -1,9 +1,9 @@
 """SGLang's attention kernels for CPUs with AMX, from vLLM's build for CPUs.
 
 `decode_attention_cpu` and `extend_attention_cpu` take a table of slots, Q, K and V in bfloat16, and
-latents as K and V in one memory. They return no LSE. Causality counts from the end of a
-request's keys. In `extend`, the cap is taken and not applied, and a row whose keys of a tile a
-window hides keeps the weights of an earlier row: neither is offered. Over latents, NaN of one
+latents as K and V in one memory. They return no LSE. Causality counts from the end of a request's
+keys. `extend` has an argument for the cap and does not apply it. If a window hides a row's keys of
+a tile, the row keeps the weights of an earlier row. So neither is offered. Over latents, NaN of one
 request may reach another's result: `amx_nan.py` computes such rows again.
 """
 

@@ -1,7 +1,7 @@
 """Requests with new tokens, and their own keys as pages.
 
-In a step of many queries the kernel for decode takes every request without two queries or more, one
-without any too: that one's result would be written over the next request's. So these requests are
+In a step of many queries the kernel for decode takes every request with fewer than two queries. The
+result of a request without queries would overwrite the next request's. So these requests are
 left out. Keys that come with a call are copied to pages: without pages the kernels expect more than
 one query of each request, and take no sinks.
 """
@@ -27,13 +27,13 @@ class PackedRequests:
     new: tuple[int, ...]
     """Their new tokens."""
     kept: torch.Tensor | None
-    """[kept] int64: their places in the batch; None where that are all."""
+    """[kept] int64: their places in the batch; None if that are all."""
 
     @classmethod
     def of(cls, batch: ForwardBatch, queries_each: int | None) -> PackedRequests:
-        """queries_each: new tokens of each request where all have as many.
+        """queries_each: new tokens of each request if all have as many.
 
-        Raises InvalidInput where the batch lacks its lengths on the host.
+        Raises InvalidInput if the batch lacks its lengths on the host.
         """
         if queries_each is not None:
             return cls(new=(queries_each,) * batch.batch_size, kept=None)

@@ -21,7 +21,7 @@ def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
     """The context's layers of MLA, at least one, all of which `LatentRows.check` accepts.
 
     The others belong to the expanded prefill, which decoding never calls.
-    Raises InvalidInput where there is none, and for dims that no kernel is built for.
+    Raises InvalidInput if there is none, and for dims without a kernel.
     """
     layers = tuple(layer for layer in context.layers if layer.kind == "mla")
     if not layers:
@@ -62,7 +62,7 @@ def by_request(rows: torch.Tensor | None, each: int) -> torch.Tensor | None:
 def store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:
     """Copy the kernels' LSE, a natural logarithm, to the caller's [T, Hq].
 
-    source: [Hq, T], or [B, Hq, Tq] where every request has `queries_each` queries.
+    source: [Hq, T], or [B, Hq, Tq] if every request has `queries_each` queries.
     """
     if queries_each is None:
         lse.copy_(source.t())

@@ -33,7 +33,7 @@ def probe(variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
     The runtime is the newest CUDA that the driver supports, which NVML reports; the toolkit that a
     kernel library was built with is that library's own requirement.
 
-    Raises AttnmuxError where the driver is loaded and does not answer.
+    Raises AttnmuxError if the driver is loaded and does not answer.
     """
     loaded = Path(DRIVER_NODE).exists()
     if not loaded and not Path(GUEST_NODE).exists():
@@ -154,7 +154,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _memory(nvml: ModuleType, handle: object) -> int:
-    """Bytes; 0 where NVML gives none: a GB10 has no memory of its own, and a container with a
+    """Bytes; 0 if NVML gives none: a GB10 has no memory of its own, and a container with a
     share of a device (MIG) may not query the whole."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)

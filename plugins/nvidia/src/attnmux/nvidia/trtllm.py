@@ -54,7 +54,7 @@ def workspace(
 ) -> torch.Tensor:
     """[bytes] uint8 of the context, zeros when it is made.
 
-    Raises InvalidInput where the option `workspace_bytes` is too small for partial results: one
+    Raises InvalidInput if the option `workspace_bytes` is too small for partial results: one
     row of output in float32, with its maximum and sum, for each row of a tile of each processor
     (kernelParams.h, `ptrPartialO`). XQA's rows take less, but a processor has as many as a group
     has of all drafts, in blocks of 32 (mha.cu, `nbTokenBlocksPerGrp`).

@@ -48,7 +48,7 @@ COMPILED = (
     *("nvidia:sm100", "nvidia:sm103", "nvidia:sm120"),
 )
 """The chips of `nox -s chips` on which nothing ran. benchmarks/results/chips.md says how much of
-what the card offers compiled for each."""
+the card's offer compiled for each."""
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:

@@ -147,8 +147,8 @@ def read_sources(
 ) -> list[Inputs]:
     """The encoder's inputs for each prompt: its sound, or its text.
 
-    longest: tokens of the longest text. Raises InvalidInput for sound where the model reads text,
-    for text where it reads sound, and for images.
+    longest: tokens of the longest text. Raises InvalidInput for sound if the model reads text,
+    for text if it reads sound, and for images.
     """
     if any(one.images for one in asked):
         got = f"{checkpoint.source}, whose encoder is given only texts and sound"
@@ -169,7 +169,7 @@ def _sound_of(number: int, asked: UserPrompt) -> str:
 
 
 def longest_source(checkpoint: Checkpoint, sources: Sequence[Inputs]) -> int:
-    """The most encoder tokens of a source; 0 where the shapes of the encoder do not tell."""
+    """The most encoder tokens of a source; 0 if the shapes of the encoder do not tell."""
     if not checkpoint.reads_sound:
         return max(one["input_ids"].shape[1] for one in sources)
     auto: Any = auto_classes(checkpoint.config)[0]
@@ -191,7 +191,7 @@ def _shape_of(encoder: Any, inputs: Inputs) -> torch.Size:  # noqa: ANN401  # a 
 def refuse_encoder_options(
     checkpoint: Checkpoint, asked: Sequence[UserPrompt], answering: Answering
 ) -> None:
-    """Raise InvalidInput where a decoder is asked for what an encoder-decoder model does."""
+    """Raise InvalidInput if a decoder gets options of encoder-decoder models."""
     given = {
         "--audio": any(one.audio is not None for one in asked),
         "--decoder-prompt": answering.decoder_prompt is not None,

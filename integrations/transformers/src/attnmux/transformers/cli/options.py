@@ -115,7 +115,7 @@ class Options:
     def check_linear(self, may_have_linear: Callable[[], bool]) -> None:
         """Raise InvalidInput for options of linear layers, unless the model may have some.
 
-        may_have_linear: asked only where such an option is given.
+        may_have_linear: asked only if such an option is given.
         """
         given = {**self.backends, **self.running}
         for name in ("linear_backend", "kept_states"):

@@ -72,7 +72,7 @@ def as_dict(
     *,
     drafter: ModelRunner | None = None,
 ) -> dict[str, Any]:
-    """Results, timings, what was reused, and what served. drafter: the runner of a draft model."""
+    """Results, timings, reused tokens, and the backends. drafter: the runner of a draft model."""
     timings, stats = generation.timings, generation.stats
     return {
         "results": [
@@ -163,8 +163,8 @@ def _drafted(drafter: ModelRunner) -> str:
 def closing_line(
     generation: Generation, runner: ModelRunner, *, drafter: ModelRunner | None = None
 ) -> str:
-    """Speed of both phases and by what, prompt tokens that were reused, drafts that were accepted
-    and by what, requests that had to wait for memory. drafter: as in `as_dict`."""
+    """Speed and backends of both phases, reused prompt tokens, accepted drafts and their proposer,
+    requests that waited for memory. drafter: as in `as_dict`."""
     timings, stats = generation.timings, generation.stats
     served = _served(runner)
     for each in runner.decision.decode_sizes:

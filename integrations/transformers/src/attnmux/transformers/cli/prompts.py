@@ -46,7 +46,7 @@ class UserPrompt:
     prompt: str | Sequence[int]
     """Text, or token ids."""
     images: Sequence[str] = ()
-    """Files; the prompt is text where there are some."""
+    """Files; the prompt is text if there are some."""
     audio: str | None = None
     """A file that takes the place of the prompt, which is empty."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def read_prompts(
 
     images: files that each prompt of the command line is about. audio: files that are prompts.
 
-    For the shipped model one is made up where there is none. Raises UsageError for no prompts and
+    For the shipped model one is made up if there is none. Raises UsageError for no prompts and
     for a stdin that is wanted twice or closed, InvalidInput for a file that cannot be used.
     """
     if [*prompts, file].count("-") > 1:

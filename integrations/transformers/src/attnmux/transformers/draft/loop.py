@@ -47,7 +47,7 @@ class DraftModel(Protocol):
         """The model's backend once more, over another request table."""
 
     def features_after(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The model's inputs besides tokens, for tokens that follow those in slots [n]."""
+        """The model's inputs in addition to tokens, for tokens that follow those in slots [n]."""
 
     @property
     def token_ids(self) -> torch.Tensor | None:

@@ -112,7 +112,7 @@ class ModelProposer:
     def capture_graphs(
         self, *, batch_sizes: Sequence[int] | None = None, devices: DeviceGraphs | None = None
     ) -> None:
-        """Capture the draft model's rounds: one graph reads what was accepted, and another holds
+        """Capture the draft model's rounds: one graph reads the accepted tokens, and another holds
         all steps after it. Later rounds replay them.
 
         batch_sizes: of requests; None takes the usual ones. devices: None takes those of the
@@ -263,7 +263,7 @@ def can_reread(states: Sequence[SequenceState], num_tokens: int) -> bool:
 def reread(states: Sequence[SequenceState], steps: StepBuilder, num_tokens: int) -> Step:
     """A DRAFT_EXTEND step over the last d tokens of each request, which include all pending ones.
 
-    Graphs hold steps with as many tokens for every request. Where fewer are pending, the tokens
+    Graphs hold steps with as many tokens for every request. If fewer are pending, the tokens
     before them run again, and write the same K and V to their slots: unlike padding, they have
     slots and keys.
     num_tokens: d. The requests own all of their slots. Raises as `StepBuilder.extend` does.

@@ -29,7 +29,7 @@ class Proposer(Protocol):
 
     @property
     def topk(self) -> int:
-        """Branches of a tree; 1 where all trees are chains."""
+        """Branches of a tree; 1 if all trees are chains."""
 
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
@@ -39,11 +39,11 @@ class Proposer(Protocol):
         """
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
-        """Free what is held for all other requests: they have ended or wait for memory."""
+        """Free the memory of all other requests: they have ended or wait for memory."""
 
 
 class NgramProposer:
-    """Drafts what followed a request's last tokens where they occurred before in it."""
+    """Drafts the tokens that followed a request's last tokens at an earlier place in it."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class NgramIndex:
     def tree(
         self, token_ids: Sequence[int], *, num_tokens: int, depth: int, topk: int
     ) -> tuple[list[int], list[int]]:
-        """Up to `topk` continuations merged where they begin alike: tokens and parents.
+        """Up to `topk` continuations merged if they begin alike: tokens and parents.
 
         num_tokens: nodes at most, without the root. A parent is the index of an earlier node, or -1
         for the root. The likeliest continuation is the first nodes, in order.

@@ -34,7 +34,7 @@ class VerifyRows:
         """[B] int64, the rows; and [B * d] int64, the places of all nodes."""
         self.counts_cpu = torch.full((num,), width, dtype=torch.int32)
         self.chains = SpecInput(draft_token_num=width, topk=1)
-        """`ForwardBatch.spec_info` where the trees are chains."""
+        """`ForwardBatch.spec_info` if the trees are chains."""
         self.counts = self.counts_cpu.to(device)
         """[B] int32: d of each request."""
         sizes = [total] * 3 + [(num + 1) // 2]
@@ -90,7 +90,7 @@ class VerifyRows:
 
 
 def _pinned(size: int, device: torch.device) -> torch.Tensor:
-    """[size] int64 on the host, pinned where the device can copy such memory."""
+    """[size] int64 on the host, pinned if the device can copy such memory."""
     try:
         return torch.empty(size, dtype=torch.int64, pin_memory=device.type != "cpu")
     except RuntimeError:

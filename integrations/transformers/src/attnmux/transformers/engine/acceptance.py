@@ -35,8 +35,8 @@ END = -2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTrees:
-    """Trees as lists, made while the device runs the step: what is left to do after it is to
-    compare tokens."""
+    """Trees as lists, made while the device runs the step: only the comparison of tokens is left
+    after it."""
 
     tokens: list[list[int]]
     """Without padding. A chain's drafts without the root, and `END` after them."""
@@ -107,7 +107,7 @@ def sampled_paths(
     """Draw the nodes of each request's path, and the token after them. Waits for the device.
 
     tree: as proposers return it. logits: [B * d, vocabulary], after each node. draws: of each node;
-    a node's number decides about its children, and draws the token after it where none is accepted.
+    a node's number decides about its children, and draws the token after it if none is accepted.
     choose: `sample_tree_target_only`, or a kernel.
     """
 

@@ -90,14 +90,14 @@ def run_prompts(
 ) -> Generation:
     """Continue the prompts on an engine that has nothing else to do.
 
-    Several ranks call it with the same prompts, and each gets all results. Where ranks have
+    Several ranks call it with the same prompts, and each gets all results. If ranks have
     requests of their own, a rank runs its part of the prompts, and `on_text` gets the texts of the
     others when all are complete.
 
     However the call ends, none of its requests is left in the engine. The engine's stats are
     counted from zero.
     Raises InvalidInput and PoolExhausted for prompts that can never run, before any of them does;
-    AttnmuxError where the model's logits are not numbers; RanksDiffer and RankFailed on several
+    AttnmuxError if the model's logits are not numbers; RanksDiffer and RankFailed on several
     ranks.
     """
     _check_prompts(engine, prompts)

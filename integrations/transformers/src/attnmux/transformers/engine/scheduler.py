@@ -144,7 +144,7 @@ class Scheduler:
         return self._cache.window_obtainable // self._page_size - used
 
     def _next_tokens(self, request: LiveRequest, room: int, pages: int) -> int:
-        """Its pending tokens up to `room` that open at most so many pages. 0 where the next of them
+        """Its pending tokens up to `room` that open at most so many pages. 0 if the next of them
         see each other, and are more."""
         state = request.state
         if self._deterministic:

@@ -21,10 +21,11 @@ from attnmux.transformers.requests.sampling import Draws, Upcoming, sample
 from attnmux.transformers.run.stats import EngineStats, Laps
 
 LOOKAHEAD = 32
-"""Tokens for which requests get slots besides those of their drafts: most steps then take none."""
+"""Tokens for which requests get slots in addition to those of their drafts: most steps then take
+none."""
 
 PLENTY = 4
-"""Prefixes are evicted for slots taken ahead where those are at most this part of what is left."""
+"""Prefixes are evicted for slots taken ahead if those are at most this part of the rest."""
 
 
 class Speculation:

@@ -98,7 +98,7 @@ class Checkpoint:
     def max_encoder_len(self) -> int | None:
         """Encoder tokens that an encoder-decoder model allows; None if its config does not say.
 
-        Where the encoder hears, `max_position_embeddings` are the text's alone.
+        If the encoder hears, `max_position_embeddings` are the text's alone.
         """
         of_both = () if self.reads_sound else ("max_position_embeddings",)
         for name in ("max_source_positions", *of_both):
@@ -159,7 +159,7 @@ def open_checkpoint(
 
     `source` is a folder, a GGUF file, or the id of a model on the Hugging Face hub; `revision` is a
     branch, a tag or a commit there.
-    Raises InvalidInput where there is no usable config.json, where the model is of a class that
+    Raises InvalidInput if there is no usable config.json, if the model is of a class that
     cannot be served or is quantised by a method that transformers does not know, or for the
     revision of a folder.
     """
@@ -226,7 +226,7 @@ def read_config(
 
 
 def at_home(path: str | Path) -> Path:
-    """The path, with its ~ as the home of a user; as it is where there is no such user."""
+    """The path, with its ~ as the home of a user; as it is if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The decision for a model: its request with what the user asks for, solved."""
+"""The decision for a model: its request with the user's options, solved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decide_first(
     """The decision for the first of the requests that is served by more than a last resort, else
     for the first that is served.
 
-    Raises what `decide` raises for the first of them where none is.
+    Raises what `decide` raises for the first of them if none is.
     """
     last_resorts: list[Decision] = []
     refusals: list[NoBackend] = []
@@ -53,7 +53,7 @@ def decide_first(
 def decide(
     request: Request, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
 ) -> Decision:
-    """Solve for a request with what the options insist on, and with what was measured."""
+    """Solve a request with the options' constraints and this machine's measurements."""
     asked = {
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,

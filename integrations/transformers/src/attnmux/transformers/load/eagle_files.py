@@ -3,8 +3,8 @@
 EAGLE 1 and 2: `fc.weight` [width, 2 * width], perhaps `fc.bias`, and `layers.0.*` as in a Llama
 without norms at its ends. EAGLE 3: `fc.weight` [width, layers * the target's width]; `midlayer.*`
 as in a Llama, with a `hidden_norm` and with queries, keys and values of 2 * width; `norm`;
-`lm_head` of the head's own vocabulary; and `d2t`, what is added to an id of that vocabulary to get
-the target's.
+`lm_head` of the head's own vocabulary; and `d2t`: added to an id of that vocabulary, it gives the
+target's.
 """
 
 # mypy: allow-untyped-calls

@@ -16,8 +16,8 @@ SAMPLING = (
 
 
 def ignored_sampling(model: PreTrainedModel | PackedDecoder) -> str:
-    """A sentence about what is not followed unless the user asks for it; empty if there is
-    nothing. Tokens are the likeliest ones then, so that a text can be repeated."""
+    """A sentence about settings that are followed only if the user requests them; empty if there
+    are none. Tokens are the likeliest ones then, so that a text can be repeated."""
     config = model.generation_config
     if not isinstance(config, GenerationConfig):
         return ""

@@ -27,7 +27,7 @@ class ImageProcessor:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Raises InvalidInput for a checkpoint of text alone or without files of a processor, and
-        where a package that reads images is missing."""
+        if a package that reads images is missing."""
         if not checkpoint.reads_images:
             got = f"{checkpoint.source}, which reads only text"
             raise InvalidInput("image", got=got, expected="a model that reads images")

@@ -127,7 +127,7 @@ def weight_scales(names: Iterable[str]) -> list[str]:
 
 
 def _method(config: PreTrainedConfig) -> str | None:
-    """The checkpoint's quantisation method; None without one, or where it is left to transformers
+    """The checkpoint's quantisation method; None without one, or if it is left to transformers
     to find."""
     given: Any = getattr(config, "quantization_config", None)
     if given is None:

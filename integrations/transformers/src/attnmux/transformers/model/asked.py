@@ -24,10 +24,10 @@ def request_of(
 ) -> Request:
     """The layers' request, every value with the origin "model".
 
-    Where windows or chunks differ between layers of the same heads and dims, the largest is asked
-    for. Layers of other heads or dims than the first, or with a KV dtype of their own, are the
-    request's `other_layers`.
-    Raises InvalidInput where latent layers or linear layers of a kind differ.
+    If windows or chunks differ between layers of the same heads and dims, the largest counts.
+    Layers of other heads or dims than the first, or with a KV dtype of their own, are the request's
+    `other_layers`.
+    Raises InvalidInput if latent layers or linear layers of a kind differ.
     """
     alike = by_shape(layers, *SHAPE)
     first, *others = sorted(alike, key=lambda group: group[0].kv_dtype is not None)
@@ -81,7 +81,7 @@ def latent_request(
 ) -> Request:
     """The request of `absorbed_layers`, from the expanded heads of `request_of`, in MLA's terms.
 
-    index_topk: keys that the model's indexers pick for each token; None where all are seen.
+    index_topk: keys that the model's indexers pick for each token; None if all are seen.
     """
     first = by_shape(layers, *STORED)[0][0]
     return expanded.replace(

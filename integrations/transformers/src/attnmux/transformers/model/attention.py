@@ -60,8 +60,8 @@ def attention_forward(
     """Attention of `module`'s layer in the running step: K and V go to the pool, then the backend.
 
     Returns ([1, T, Hq, Dv], None), as transformers expects it.
-    Raises AttnmuxError outside `ForwardContext.enter`; InvalidInput for what the contract does not
-    have, and for a layer that is not as it was when the backend's layers were recorded.
+    Raises AttnmuxError outside `ForwardContext.enter`; InvalidInput for arguments that the contract
+    does not have, and for a layer that changed after the backend's layers were recorded.
     """
     call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
     refuse_mask(call)
@@ -97,7 +97,7 @@ def refuse_mask(call: LayerCall) -> None:
 
 
 def check_recorded(call: LayerCall, layer: LayerSpec) -> None:
-    """Raise InvalidInput for a layer that is not as it was when it was recorded."""
+    """Raise InvalidInput for a layer that changed after it was recorded."""
     # A window that only the model's mask imposes is not passed here.
     window = layer.sliding_window_size if call.sliding_window_size < 0 else call.sliding_window_size
     now = (call.scaling, window, call.logit_cap, _has(call))

@@ -5,7 +5,7 @@ keys of its own chunk rotated by i % c, those of the chunk before by min(i % c +
 all earlier ones by min(2 * c - 1, chunk_size). So the model runs with positions i % c, and the
 second and third query are the first one, rotated further.
 
-Where the config says for how many tokens the model was trained, queries after these grow by
+If the config says for how many tokens the model was trained, queries after these grow by
 0.1 * ln((i + 1) / trained) + 1, so that an answer does not depend on how its prompt was divided.
 """
 
@@ -44,7 +44,7 @@ class DualChunks(ModelPart):
     chunk_size: int
     local_size: int
     trained_len: int = 0
-    """Tokens of a context that the model was trained for; 0 where queries do not grow."""
+    """Tokens of a context that the model was trained for; 0 if queries do not grow."""
     model: PreTrainedModel | None = None
 
     @classmethod

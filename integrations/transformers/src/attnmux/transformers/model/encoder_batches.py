@@ -1,6 +1,6 @@
 """Several requests in one call of an encoder, each with the states that it gets alone.
 
-Inputs of one shape are rows of a batch. Texts of other lengths are padded where the encoder's
+Inputs of one shape are rows of a batch. Texts of other lengths are padded if the encoder's
 layers all hand their attention to transformers' interface, which hides padding from every query;
 other encoders look at the length of the row (BigBird's blocks) or at its neighbours.
 """

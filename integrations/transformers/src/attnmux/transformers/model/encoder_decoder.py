@@ -2,7 +2,7 @@
 
 Self- and cross-attention of the decoder go to the backend, over one KV pool in which each has
 layer ids of its own: in a request's row the encoder's slots come first. The encoder runs with
-transformers' own scaled-dot-product attention, several requests in a call where `BatchedEncoder`
+transformers' own scaled-dot-product attention, several requests in a call if `BatchedEncoder`
 can: it leaves only its states, from which cross-attention's K and V are made in the request's first
 step.
 """
@@ -137,7 +137,7 @@ def _layer(call: LayerCall, recorder: DecoderRecorder, max_context_len: int) -> 
 
 
 def _check_places(call: LayerCall) -> None:
-    """Raise InvalidInput where equal encoder states have K that differ by their place in the row.
+    """Raise InvalidInput if equal encoder states have K that differ by their place in the row.
 
     In a step, the states of several requests lie one after another.
     """

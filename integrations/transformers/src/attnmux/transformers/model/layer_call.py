@@ -163,7 +163,7 @@ def _refuse_gradients(**tensors: torch.Tensor | None) -> None:
 
 
 def layer_id_of(module: torch.nn.Module) -> int:
-    """The number of a decoder's layer. Raises InvalidInput where it has none.
+    """The number of a decoder's layer. Raises InvalidInput if it has none.
 
     Call it once for a call of attention: see `NumberedCalls`.
 

@@ -40,7 +40,7 @@ class PositionTable:
     def given(self, positions: torch.Tensor | None) -> Iterator[None]:
         """Calls in the block look up these positions [1, T]; None leaves the model's own count.
 
-        They raise InvalidInput for a table that counts by itself, where `length` is None.
+        They raise InvalidInput for a table that counts by itself, if `length` is None.
         """
         self._given = positions
         try:
@@ -91,7 +91,7 @@ class PositionTable:
 
 
 def take_positions(model: PreTrainedModel) -> None:
-    """Let the model take `position_ids` where its table of positions does and its forward does not.
+    """Let the model take `position_ids` if its table of positions does and its forward does not.
 
     A model without such a table is left as it is.
     """
@@ -161,7 +161,7 @@ def count_from_own_start(model: PreTrainedModel, agrees: Callable[[int], bool]) 
     """Let positions that begin at 0 mean the model's own, and return where its own begin.
 
     agrees: whether positions that begin at this number are those that the model counts. Nothing
-    changes where no likely start agrees.
+    changes if no likely start agrees.
     """
     padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     after_padding = () if padding is None else (padding + 1,)

@@ -108,7 +108,7 @@ def _bart_attention(
 
 
 def bert(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
-    """RoFormer's has rotary embeddings, which turn V too where its config says so."""
+    """RoFormer's has rotary embeddings, which turn V too if its config says so."""
 
     def forward(
         hidden_states: torch.Tensor,
@@ -187,7 +187,7 @@ def _t5_attention(
 
 @torch.no_grad()
 def _relative_bias(module: Any) -> torch.Tensor | None:  # noqa: ANN401
-    """The table of a causal layer, as `LayerSpec.relative_bias`; None where the module has none.
+    """The table of a causal layer, as `LayerSpec.relative_bias`; None if the module has none.
 
     From `relative_attention_max_distance` on, all distances are in the last bucket.
     """

@@ -117,7 +117,7 @@ def read_spans(
 ) -> list[tuple[int, int]] | None:
     """Begin and end of each part of `length` tokens that sees itself.
 
-    None where a mask is anything but causal with one of the layers' reaches and these parts: a
+    None if a mask is anything but causal with one of the layers' reaches and these parts: a
     token then sees what its window holds of the tokens before it and of its part.
     """
     spans: list[tuple[int, int]] = []

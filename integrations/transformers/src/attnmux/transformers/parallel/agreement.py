@@ -31,7 +31,7 @@ def decided(
 ) -> tuple[Decision, ...]:
     """Rank 0's decisions, which hold on every rank.
 
-    Raises on every rank what `decide` raises on rank 0, and RanksDiffer where a decision does not
+    Raises on every rank what `decide` raises on rank 0, and RanksDiffer if a decision does not
     hold on a rank, such as one with another kind of device.
     """
     told, failure = "", None
@@ -59,7 +59,7 @@ def decided(
 
 
 def _error_of(kind: str, said: str) -> AttnmuxError:
-    """The error of rank 0, of its class where a message alone makes one."""
+    """The error of rank 0, of its class if a message alone makes one."""
     return NoBackend(said) if kind == NoBackend.__name__ else AttnmuxError(said)
 
 
@@ -126,7 +126,7 @@ def check_step(group: RankGroup, kind: str, requests: Sequence[Sequence[int]]) -
     """Check that all ranks run the same step on the same tokens.
 
     kind: of the step. requests: numbers of each request, such as its id and its tokens.
-    Raises RanksDiffer on every rank where they differ, and RankFailed without an answer.
+    Raises RanksDiffer on every rank if they differ, and RankFailed without an answer.
     """
     said = f"{kind} of {[list(each) for each in requests]}"
     digests = group.exchange_numbers([zlib.crc32(said.encode())])

@@ -72,7 +72,7 @@ class Joints:
 def split_model(model: PreTrainedModel, joints: Joints) -> None:
     """Keep this rank's part of the weights, and have the ranks meet at the joints.
 
-    Heads are split in order. Where there are fewer KV heads than ranks, ranks in succession hold
+    Heads are split in order. If there are fewer KV heads than ranks, ranks in succession hold
     the same one; each layer counts its own. Each rank keeps a vision tower whole. Raises
     InvalidInput for a model without a plan, a style that is not known, and heads or dims that the
     ranks do not divide. Then the model is of no use.
@@ -88,7 +88,7 @@ def split_model(model: PreTrainedModel, joints: Joints) -> None:
 
 
 def heads_are_split(config: PreTrainedConfig) -> bool:
-    """Whether each rank has a part of the query heads. Some plans keep all of them on each, where
+    """Whether each rank has a part of the query heads. Some plans keep all of them on each, if
     the projections of Q, K and V are one."""
     text = config.get_text_config(decoder=True)
     plan = getattr(text, "base_model_tp_plan", None) or {}
@@ -133,7 +133,7 @@ def _pattern(key: str) -> str:
 
 
 def _head_dim(owner: torch.nn.Module, projection: str) -> int | None:
-    """Dims of a KV head; None where the owner does not state them, and in other projections."""
+    """Dims of a KV head; None if the owner does not state them, and in other projections."""
     stated = (getattr(owner, name, None) for name in KV.get(projection, ()))
     return next((dim for dim in stated if isinstance(dim, int)), None)
 

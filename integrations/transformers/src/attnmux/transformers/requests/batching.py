@@ -168,7 +168,7 @@ def positions_of(
     states: Sequence[SequenceState], starts: Sequence[int], ends: Sequence[int]
 ) -> torch.Tensor | None:
     """[3, T] int64 on the host: multimodal rotary positions of each request's tokens from start to
-    end; None where they are the tokens' places."""
+    end; None if they are the tokens' places."""
     if all(state.images is None or state.images.positions is None for state in states):
         return None
     parts = []

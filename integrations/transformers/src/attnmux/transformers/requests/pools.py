@@ -36,8 +36,8 @@ WINDOW_STEP_TOKENS = 2048
 """Prompt tokens of a step for which a window pool has room besides the requests' windows."""
 
 WINDOW_SHARE = 16
-"""A window pool has room for this part of the full pool's tokens besides the requests' windows:
-for longer steps, and for windows at the ends of cached prefixes."""
+"""A window pool has room for this part of the full pool's tokens in addition to the requests'
+windows: for longer steps, and for windows at the ends of cached prefixes."""
 
 SLOT_MAP_BYTES = 12
 """Bytes that a window pool's map takes for each token of the full pool."""
@@ -92,8 +92,8 @@ def pool_sizes(
     The window pool holds the windows of `max_batch_size` requests, and in addition
     `window_step_tokens`, or `WINDOW_SHARE` of the full pool if that is more. There is none if
     `window_step_tokens` is None, or if it would be no smaller than the full pool.
-    more_bytes: what a token takes besides its K and V, of which the second part is kept as long as
-    K and V of layers with windows.
+    more_bytes: bytes of a token in addition to K and V, in two parts. The second part is kept as
+    long as K and V of layers with windows.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted for too few bytes.
     """
     page_size = decision.page_size
@@ -163,7 +163,7 @@ def make_pools(
 ) -> tuple[KVPool, PagedAllocator, WindowPrefixTree | None]:
     """The pools of these sizes, their allocator, and the prefix tree that window pools need.
 
-    The tree is a `WindowStatePrefixTree` where states are kept. Raises as `make_pool` does.
+    The tree is a `WindowStatePrefixTree` if states are kept. Raises as `make_pool` does.
     """
     span = span_of(layers)
     if sizes.swa is None or span is None:
@@ -189,7 +189,7 @@ def make_pool(
 ) -> KVPool:
     """A pool for `size` tokens, in whole pages and the KV dtype of the decision.
 
-    It is an MLA pool for latent layers, else one of K and V; where heads, dims or KV dtype differ,
+    It is an MLA pool for latent layers, else one of K and V; if heads, dims or KV dtype differ,
     it joins a pool for each. Every layer has a buffer of `size` tokens, also in an encoder-decoder
     model, where a layer uses only one kind of token.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted when the memory

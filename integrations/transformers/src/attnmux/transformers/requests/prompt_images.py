@@ -27,7 +27,7 @@ class PromptImages:
     """The prompt for a prefix tree: each placeholder is a negative number that depends on its
     image, so that no other image matches it."""
     positions: torch.Tensor | None = None
-    """[3, P] int64 on the host: multimodal rotary positions; None where they are the places."""
+    """[3, P] int64 on the host: multimodal rotary positions; None if they are the places."""
     delta: int = 0
     """Added to the place of a token after the prompt, it gives the token's position."""
     spans: tuple[tuple[int, int], ...] = ()
@@ -35,7 +35,7 @@ class PromptImages:
 
     def chunk_end(self, start: int, end: int) -> int:
         """The last place up to `end` where a step of tokens from `start` may end: never inside a
-        span. It is `start` where the span that begins there, or goes on there, is longer."""
+        span. It is `start` if the span that begins there, or goes on there, is longer."""
         for begin, stop in self.spans:
             if begin < end < stop:
                 return max(begin, start)
@@ -75,9 +75,9 @@ def keys_of(
 ) -> tuple[int, ...]:
     """`PromptImages.keys`. inputs: everything that the vision tower reads.
 
-    Each run of placeholders depends on its own image, where the inputs show which that is; else on
-    all images of the prompt. It also depends on its positions, and on which of its tokens see each
-    other, since a model may take both from what its caller says of the tokens.
+    Each run of placeholders depends on its own image, if the inputs show which that is; else on all
+    images of the prompt. It also depends on its positions, and on which of its tokens see each
+    other, since a model may take both from its caller's arguments.
     """
     runs, keys = runs_of(places), list(token_ids)
     parts = _by_image(inputs, len(runs))
@@ -133,8 +133,8 @@ def check_images(images: object, width: int) -> None:
 def check_prompt_images(
     token_ids: Sequence[int], images: PromptImages, prefill_tokens: int
 ) -> None:
-    """Raise InvalidInput for images of another prompt, and for one of which a step cannot run all
-    tokens that see each other. prefill_tokens: prompt tokens of a step."""
+    """Raise InvalidInput for images of another prompt, and for an image whose tokens see each other
+    and do not fit one step. prefill_tokens: prompt tokens of a step."""
     if tuple(token_ids) != images.token_ids:
         raise InvalidInput(
             "images", got="those of another prompt", expected="token_ids as in images.token_ids"

@@ -173,7 +173,7 @@ class RequestMemory:
             columns[start : start + slots.shape[0]] = slots.to(columns.dtype)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what is cached in slots [n] int64 to others, all of them at once."""
+        """Copy cached slots [n] int64 to others, all of them at once."""
         if self.token_to_kv_pool is not None:
             self.token_to_kv_pool.move(sources, targets)
         if self.hidden is not None:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 from attnmux.transformers.requests.sampling_params import SamplingParams
 
 NOT_A_NUMBER = -1
-"""Stands for a token where the logits are NaN or their largest is infinite."""
+"""Stands for a token if the logits are NaN or their largest is infinite."""
 
 
 class Draws(Protocol):

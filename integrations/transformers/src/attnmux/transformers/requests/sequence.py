@@ -104,7 +104,7 @@ class Step:
     images: StepImages | None = None
     """The placeholders among the T tokens; None without any."""
     position_ids: torch.Tensor | None = None
-    """The positions that the model takes, [3, T] or [T] int64; None where they are the batch's
+    """The positions that the model takes, [3, T] or [T] int64; None if they are the batch's
     `positions`, which are places."""
 
     @classmethod
@@ -144,7 +144,7 @@ def check_encoder_states(
 ) -> None:
     """Raise InvalidInput for a request's encoder states that its steps could not read.
 
-    like: an empty tensor of their width and dtype, on their device; None where any will do.
+    like: an empty tensor of their width and dtype, on their device; None if any will do.
     Otherwise raises as `check_encoder_len` does.
     """
     if states is None:

@@ -50,7 +50,7 @@ class TextStream:
     """Detokenises one request as it grows; the pieces joined are the whole text.
 
     Each piece is decoded together with the one before it, which begins and ends with a character:
-    a decoder that falls back to bytes gives up on all bytes of a run where one is cut off.
+    a decoder that falls back to bytes gives up on all bytes of a run if one is cut off.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ class Capacity:
         return self.max_encoder_len + self.max_context_len
 
     def pool_tokens(self, page_size: int, ranks: Ranks) -> int | None:
-        """Tokens of a rank's pool, in whole pages; None where memory alone limits them."""
+        """Tokens of a rank's pool, in whole pages; None if memory alone limits them."""
         if self.max_total_tokens is None:
             return None
         # With tokens interleaved over ranks, each page of these may be filled in part
@@ -94,7 +94,7 @@ class RunnerMemory:
 def allocate(
     model: ServedModel, decision: Decision, capacity: Capacity, ranks: Ranks
 ) -> RunnerMemory:
-    """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
+    """The memory of a model for so much. Raises PoolExhausted if it does not suffice."""
     device, stored = model.module.device, ranks.building.stored(model.layers)
     for part in model.parts:
         stored = part.stored(stored)
@@ -151,8 +151,8 @@ def _kv_bytes(
 ) -> int | None:
     """The part of the budget for the KV pool. A share is one of the memory after the states.
 
-    beside: bytes of a token in its slot, besides K and V.
-    Raises PoolExhausted where the states leave nothing.
+    beside: bytes of a token in its slot, in addition to K and V.
+    Raises PoolExhausted if the states leave nothing.
     """
     memory, page_size = capacity.memory, decision.page_size
     if memory is None:

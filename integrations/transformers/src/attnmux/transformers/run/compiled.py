@@ -81,7 +81,7 @@ class MergedLinear(torch.nn.Module):
 
 
 def merge(layer: torch.nn.Module) -> None:
-    """Merge the projections of a layer where they are plain linear maps. Takes no memory: the
+    """Merge the projections of a layer if they are plain linear maps. Takes no memory: the
     original weights become parts of the merged ones."""
     for module in [*layer.modules()]:
         for names in TOGETHER:
@@ -194,7 +194,7 @@ def compile_model(runner: ModelOnBackend, backend: str) -> None:
 
 
 def check_compiles(model: ServedModel) -> None:
-    """Raise InvalidInput for a model whose layers no compiler takes as they are."""
+    """Raise InvalidInput for a model whose layers cannot be compiled unchanged."""
     for part in model.parts:
         if part.uncompiled is not None:
             got, expected = part.uncompiled

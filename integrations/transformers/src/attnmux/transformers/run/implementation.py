@@ -89,8 +89,8 @@ class Implementation:
     ) -> tuple[torch.Tensor, None]:
         """[B, T, Hq, Dv] of query [B, Hq, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv].
 
-        Raises InvalidInput for whatever attention through attnmux cannot express, NoBackend where
-        no backend serves the layer.
+        Raises InvalidInput for arguments that attnmux cannot express, NoBackend if no backend
+        serves the layer.
         """
         if kwargs.get("read_index") is not None:
             return self._batching(module, query, key, value, **kwargs), None

@@ -18,7 +18,7 @@ class LinearKernel(Protocol):
         which torch multiplies if it is None."""
 
     def rows(self, weight: torch.Tensor) -> range:
-        """The numbers of rows of x that it multiplies by a weight [N, K], where torch is slower."""
+        """The numbers of rows of x that it multiplies by a weight [N, K], if torch is slower."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -109,7 +109,7 @@ class ModelOnBackend:
         return part_of(self.served.parts, kind)
 
     def _make_linears(self) -> None:
-        """Kernels of a plugin serve some numbers of rows, where bits must not depend on them."""
+        """Kernels of a plugin serve some numbers of rows, if bits must not depend on them."""
         if self.is_deterministic:
             fix_rows(self.model, self.context.device)
             return

@@ -73,7 +73,7 @@ class Builds:
         return 1
 
     def check_libraries(self, offers: Sequence[Offer]) -> None:
-        """Raise RanksDiffer where plugins or libraries of two ranks differ."""
+        """Raise RanksDiffer if plugins or libraries of two ranks differ."""
 
     def split(self, model: PreTrainedModel) -> None:
         """Keep this rank's part of the weights. Raises InvalidInput for a model that cannot be
@@ -148,7 +148,7 @@ class Synchronises:
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
         """Agree on a step before it runs. Returns the captured size that every rank replays; None
-        where they run eagerly."""
+        if they run eagerly."""
         return None if graphs is None else graphs.size_for(batch)
 
     def idle(self, graphs: GraphRunner | None, run_padding: Callable[[], object]) -> bool:

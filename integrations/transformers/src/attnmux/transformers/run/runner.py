@@ -28,8 +28,8 @@ from attnmux.transformers.run.model_on_backend import ModelOnBackend
 
 
 class ModelRunner(ModelOnBackend):
-    """Runs steps of a model, in compiled code and graphs where these are made, and reads what
-    requests bring besides tokens."""
+    """Runs steps of a model, in compiled code and graphs if these are made, and reads the requests'
+    other inputs, such as images."""
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the model's layers, and run a few steps so that their code is made now.

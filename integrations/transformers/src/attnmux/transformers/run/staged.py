@@ -141,7 +141,7 @@ class StagedAttention:
     ) -> torch.Tensor:
         """[T, Hq, Dv]; see `StagedLayer.attend`.
 
-        Raises NoBackend where no backend serves the layer.
+        Raises NoBackend if no backend serves the layer.
         """
         if not call.q.shape[0]:
             return call.q.new_empty((0, call.q.shape[1], call.v.shape[2]))

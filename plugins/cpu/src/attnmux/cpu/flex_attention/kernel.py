@@ -176,7 +176,7 @@ def plain_tensors() -> Iterator[None]:
 def kernel(spec: KernelSpec) -> Kernel:
     """The compiled kernel. All backends of the process share it.
 
-    Raises BackendFailed where it does not compile.
+    Raises BackendFailed if it does not compile.
     """
     compiled = torch.compile(_function(spec), dynamic=False, fullgraph=True)
 

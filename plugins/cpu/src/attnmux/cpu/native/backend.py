@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 FIXED_SPLIT = 1024
-"""Keys of a part where `deterministic` is asked: the cuts must not follow the batch."""
+"""Keys of a part if `deterministic` is asked: the cuts must not follow the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class NativeBackend(AttentionBackend):
     def __init__(
         self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
     ) -> None:
-        """Raises BackendFailed where the kernels cannot be compiled, InvalidInput for pools and
+        """Raises BackendFailed if the kernels cannot be compiled, InvalidInput for pools and
         layers that they do not serve."""
         super().__init__(context, options)
         if context.device.type != "cpu":

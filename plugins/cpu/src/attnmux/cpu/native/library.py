@@ -84,8 +84,8 @@ Multiply = Callable[[Linear], None]
 def load(platform: Platform) -> Attend:
     """The attention kernels' function, which runs on torch's threads.
 
-    platform: the CPU that they are for. Raises BackendFailed where they did not come with the wheel
-    and there is no compiler, or where what it made cannot be loaded.
+    platform: the CPU that they are for. Raises BackendFailed if they did not come with the wheel
+    and there is no compiler, or if the compiled library cannot be loaded.
     """
     return bound(library_for(platform))
 
@@ -122,7 +122,7 @@ def _installed_library(level: Level) -> ctypes.CDLL | None:
 
 
 def bound(library: ctypes.CDLL) -> Attend:
-    """The attention function of a library of any level. Raises BackendFailed where torch lacks its
+    """The attention function of a library of any level. Raises BackendFailed if torch lacks its
     part."""
     attend: Attend = _bound(library, "attend", Call)
     return attend
@@ -213,7 +213,7 @@ def _sealed(content: bytes) -> bytes:
 
 
 def _keep(content: bytes, path: Path) -> None:
-    """Raises OSError where the cache folder cannot be written."""
+    """Raises OSError if the cache folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for place, written in ((_seal(path), _sealed(content)), (path, content)):
         with Files.replacing(place, mode=0o700) as file:

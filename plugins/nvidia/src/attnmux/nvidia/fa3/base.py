@@ -44,7 +44,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         caches = [layer.cache for layer in self._layers.values() if layer.cache is not None]
         self._groups = tuple(dict.fromkeys(cache.group for cache in caches))
         self._schedules: dict[FA3Schedule, list[int]] = {}
-        """The layers of each. Empty where keys are never split: a schedule would save nothing."""
+        """The layers of each. Empty if keys are never split: a schedule would save nothing."""
         for number, layer in self._layers.items():
             if layer.cache is not None and self._num_splits != 1:
                 self._schedules.setdefault(layer.cache.schedule, []).append(number)
@@ -197,7 +197,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
     def _operands(
         self, call: AttentionCall, layer: FA3Layer
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """`q`, `qv` and, where the kernels can write to it, the caller's `out`."""
+        """`q`, `qv` and, if the kernels can write to it, the caller's `out`."""
         (q, qv), out = self.queries(call), call.out
         is_quantised = layer.descales is not None
         if is_quantised:

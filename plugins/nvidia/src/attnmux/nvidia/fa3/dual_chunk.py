@@ -4,9 +4,8 @@ Q is [T, Hq, 3 * D]. A token meets the keys of its own chunk, causally, with the
 the chunk before with the second, and all before that with the third. The model rotates K and the
 queries, and scales them by their places.
 
-LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm; causality counts
-from the end of the keys, where a piece's queries end too; a piece without keys has output 0 and LSE
--inf.
+LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm; causality counts from the end of the
+keys, where a piece's queries end too; a piece without keys has output 0 and LSE -inf.
 """
 
 from __future__ import annotations

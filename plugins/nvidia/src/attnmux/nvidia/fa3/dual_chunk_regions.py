@@ -46,7 +46,7 @@ class ChunkGroup:
 
     chunk_len: int
     keys: KeyGroup
-    """Its pages have one token where a chunk may begin in mid-page: then tables name slots."""
+    """Its pages have one token if a chunk may begin in mid-page: then tables name slots."""
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext) -> ChunkGroup:

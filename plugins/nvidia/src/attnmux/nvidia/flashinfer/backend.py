@@ -42,7 +42,7 @@ class FlashInferBackend(
     """MHA and GQA through flashinfer, eager and in graphs.
 
     Extend attends to the call's own K and V, and merges the result with attention over the cached
-    prefix where there is one. It reads all keys from the pool where layers have windows, sinks or
+    prefix if there is one. It reads all keys from the pool if layers have windows, sinks or
     cross attention, with a quantised pool, for drafts, for many items and in graphs.
     """
 

@@ -108,7 +108,7 @@ def _tensor_cores(
 
 
 def _workspace_bytes(groups: Sequence[PlanGroup]) -> int:
-    """256 MiB, or 512 MiB where a step that is split over a large device does not fit.
+    """256 MiB, or 512 MiB if a step that is split over a large device does not fit.
 
     64 query heads over 4 KV heads of 128 (Qwen3-235B-A22B) take more than 256.
     """

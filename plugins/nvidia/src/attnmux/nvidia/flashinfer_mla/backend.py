@@ -46,7 +46,7 @@ class FlashInferMLALayer:
     """The pool's pages."""
     words: torch.Tensor | None
     """[slots, row bytes / 8] int64: rows to be widened. A copy moves words, because it does not
-    support 8-bit floats. None where kernels read the pool itself."""
+    support 8-bit floats. None if kernels read the pool itself."""
     power: float
     """The power of 2 in the layer's scale, which widened rows are multiplied by: 16 bits hold the
     result exactly."""
@@ -57,7 +57,7 @@ class FlashInferMLALayer:
     def read(self, slots: torch.Tensor, dtype: torch.dtype) -> Latents:
         """The pool's pages, or copies of the rows at `slots` as pages of one token.
 
-        slots: [keys] int32, read where rows are widened, to `dtype`.
+        slots: [keys] int32, read if rows are widened, to `dtype`.
         """
         if self.words is None:
             return self.latents
@@ -193,7 +193,7 @@ def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtyp
     """The call's own keys as pages of one token.
 
     k: [T, 1, 512]. k_rope: [T, 1, 64].
-    Raises InvalidInput where they are not of the dtype of Q.
+    Raises InvalidInput if they are not of the dtype of Q.
     """
     if k_rope is None or k.dtype != dtype or k_rope.dtype != dtype:
         dtypes = f"{k.dtype} and {None if k_rope is None else k_rope.dtype}"

@@ -89,7 +89,7 @@ class Planned:
     """Rows of Q, None for all, and the wrapper that is planned for them: one, but in the longest
     steps."""
     slots: torch.Tensor
-    """[keys] int32: the pool's rows, which are read from there where they are widened."""
+    """[keys] int32: the pool's rows, which are read from there if they are widened."""
 
     def attend(
         self,
@@ -129,7 +129,7 @@ class Planned:
 
 
 class FlashInferMLAStep:
-    """A batch, what its plans are made of, and the plans."""
+    """A batch, the inputs of its plans, and the plans."""
 
     in_pool: dict[LatentGroup, Planned]
     """For each group of layers: plans over keys in the pool."""

@@ -2,7 +2,7 @@
 
 The library takes one query a request, its latent and its rotary part apart, and gives no LSE. Rows
 of the page table are contiguous. It leaves the output of a request without keys unwritten, and
-divides by 0 where it merges parts: that request is given one key, and its output is replaced. It
+divides by 0 if it merges parts: that request is given one key, and its output is replaced. It
 allocates its output; its scratch memory is ours, need not be zeroed, and its size is not checked.
 """
 

@@ -211,7 +211,7 @@ class FlashMLABackend(
 
     def _most_fp8_queries(self) -> int:
         """Most queries of a request over e4m3. A multiprocessor takes 64 rows of queries and heads;
-        the device traps where all of them together cannot hold a request's rows."""
+        the device traps if all of them together cannot hold a request's rows."""
         one = torch.ones(1, dtype=torch.int32, device=self.context.device)
         tiles, _ = self.kernels.schedule(one, 1, True)
         return min(FP8_QUERIES, 64 * len(tiles) // max(self._heads))

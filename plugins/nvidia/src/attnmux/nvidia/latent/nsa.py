@@ -37,7 +37,7 @@ csrc/sm90/prefill/sparse/phase1.cuh)."""
 TOKENS_AT_ONCE = 64
 """Tokens whose rows are widened together: of 2048 keys each that is 151 MB of bfloat16."""
 LSE_UNITS = {1.0: math.log(2), math.log(2): 1.0}
-"""The factor that makes an LSE natural, and the LSE of two keys of logit 0 where it applies."""
+"""The factor that makes an LSE natural, and the LSE of two keys of logit 0 if it applies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

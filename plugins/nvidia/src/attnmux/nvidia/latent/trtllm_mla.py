@@ -114,7 +114,7 @@ class TRTLLMMLAStep(DecodeStep):
     """A step; its tables are whole tiles wide."""
 
     padding: Padding | None = None
-    """Set by `fill_step` where requests have different numbers of drafts."""
+    """Set by `fill_step` if requests have different numbers of drafts."""
 
 
 class TRTLLMMLABackend(

@@ -7,7 +7,7 @@ flashinfer-python 0.6.13 and 0.7.2:
 fp16 or bf16; g is the decay itself, not its logarithm, and beta, both float32 [T, Hv]. States are
 float32 [n, Hv, V, K], those afterwards in memory of their own. 0.6 does not look at
 `use_qk_l2norm_in_kernel` on SM90: q and k are normalised here. A decay is at least 1e-10. In 0.7 it
-is of CuTe DSL, and cuts long requests where requests times heads are fewer than half of the
+is of CuTe DSL, and cuts long requests if requests times heads are fewer than half of the
 multiprocessors. - `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K,
 V], which it overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it
 leaves, and writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's
@@ -18,7 +18,7 @@ first call. A call with others is not compiled anew, so that tensors here are al
 always float32.
 
 The states of a pool are [rows, Hv, K, V], so that each call copies those of its requests, and
-transposes them where the kernel wants it.
+transposes them if the kernel wants it.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _deducible(tensors: Sequence[torch.Tensor], *, is_one_value: bool) -> Sequen
 
 
 def _room(call: LinearCall, count: int) -> torch.Tensor:
-    """Where the kernel writes its output, [B, T / B, Hv, V]: `call.out` where it can."""
+    """Where the kernel writes its output, [B, T / B, Hv, V]: `call.out` if it can."""
     out = call.out if Rows.is_writable(call.out) else call.out.new_empty(call.out.shape)
     return by_request(out, count)
 
@@ -244,7 +244,7 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
     """Convolutions that a plugin offers for the device, attnmux-triton's; else sgl_kernel's, which
     want tokens transposed; else plain ones.
 
-    Warns where sgl_kernel is installed and does not run.
+    Warns if sgl_kernel is installed and does not run.
     """
     shared: ShortConvolutions | None = shared_kernel("short_convolutions", context)
     if shared is not None:

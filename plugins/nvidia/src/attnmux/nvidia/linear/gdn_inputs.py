@@ -33,7 +33,7 @@ def draft_gates(call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def normed(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
-    """Q or K [T, Hk, 128] end to end, each divided by its length where the layer wants it: in
+    """Q or K [T, Hk, 128] end to end, each divided by its length if the layer wants it: in
     float32, rounded once."""
     if not layer.qk_l2norm:
         return dense(x)

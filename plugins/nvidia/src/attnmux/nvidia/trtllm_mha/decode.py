@@ -51,7 +51,7 @@ class Decode(Half):
 class XQADecode(Decode):
     """XQA, which takes addresses and no strides. Drafts see each other by a mask.
 
-    Where K and V are 8-bit floats, on SM90 nothing is written to the row of a request without keys.
+    If K and V are 8-bit floats, on SM90 nothing is written to the row of a request without keys.
     Elsewhere a sink makes it 0, which spares a launch for each layer: layers without sinks get one
     that changes nothing else.
     """

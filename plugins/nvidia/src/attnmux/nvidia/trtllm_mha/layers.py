@@ -1,4 +1,4 @@
-"""The kernels, what they are given for a layer, and the halves that prepare steps for them."""
+"""The kernels, their arguments for a layer, and the halves that prepare steps for them."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class TritonBackend(AttentionBackend):
         """Note the step's shape; nothing is launched.
 
         Raises InvalidInput for more requests than the context was made for, and GraphUnsupported
-        for the capture of a prompt whose bits would be others than those of an eager step.
+        for the capture of a prompt whose bits would differ from those of an eager step.
         """
         if batch.batch_size > self._max_batch_size:
             raise InvalidInput(
@@ -180,7 +180,7 @@ class TritonBackend(AttentionBackend):
         )
 
     def force_short_tiles(self) -> None:
-        """Let the prepared step take short tiles where its layers have them, to rehearse them."""
+        """Let the prepared step take short tiles if its layers have them, to rehearse them."""
         if self._step is not None:
             self._step = replace(self._step, takes_short_tiles=True, tiles={})
 

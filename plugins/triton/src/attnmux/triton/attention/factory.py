@@ -21,7 +21,7 @@ ADDRESS = "triton/triton"
 def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend | PickedBackend:
     """Compiles what the layers will need, so that no request waits for a compiler.
 
-    Raises InvalidInput for layers that the kernels do not serve, BackendFailed where this Triton
+    Raises InvalidInput for layers that the kernels do not serve, BackendFailed if this Triton
     cannot drive the device or a kernel does not compile for it.
     """
     if context.request.kind == "nsa":
@@ -46,7 +46,7 @@ def _picked(context: BackendContext, options: Mapping[str, object]) -> PickedBac
 
 
 def compute_units(context: BackendContext) -> int:
-    """The platform's `core_count`; where it has none, that of the device that Triton drives."""
+    """The platform's `core_count`; if it has none, that of the device that Triton drives."""
     units = context.platform.core_count
     if not library.knobs.runtime.interpret:
         try:

@@ -54,7 +54,7 @@ class LayersAttention:
         }
         """By layer, and whether the step hides keys."""
         self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
-        """By new tokens a request, None where these differ, and whether the step hides keys."""
+        """By new tokens a request, None if these differ, and whether the step hides keys."""
         self._wide_attention: dict[int, WideTileAttention] = {}
         """Attention of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, Plans] = {}
@@ -84,7 +84,7 @@ class LayersAttention:
     def __call__(
         self, call: AttentionCall, step: TritonStep, slots: Slots | None, results: Results
     ) -> None:
-        """Attend over the pool, or over the call's own K and V where slots is None."""
+        """Attend over the pool, or over the call's own K and V if slots is None."""
         name = call.layer.layer_id
         if slots is not None and step.queries is not None:
             chains = self._chains(name, step.queries, hides=step.hides)

@@ -171,7 +171,7 @@ class SlotTables:
         own[: batch.batch_size, : pages.shape[1]].copy_(translate(pages, group.layer_id))
 
     def of(self, group: SlotGroup) -> Slots:
-        """For the step that was filled last. Raises AttnmuxError where none was."""
+        """For the step that was filled last. Raises AttnmuxError if none was."""
         slots = self._own[group] if group.pool_group else self._request_table
         if slots is None:
             raise AttnmuxError(NO_STEP)
@@ -179,7 +179,7 @@ class SlotTables:
 
 
 def _widest(group: SlotGroup, context: BackendContext) -> int:
-    """The widest window of the group's layers; -1 where one of them has none."""
+    """The widest window of the group's layers; -1 if one of them has none."""
     windows = [
         layer.sliding_window_size
         for layer in context.layers

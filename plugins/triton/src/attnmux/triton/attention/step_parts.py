@@ -44,7 +44,7 @@ class StepCosts:
 
     In 13 of 13 mixed steps on H200s the way with the lower estimate was the faster one
     (benchmarks/results/grid-h200.md). The estimates were from 13 % too high to 37 % too low, and
-    less than half where a step waits for the host.
+    less than half if a step waits for the host.
     """
 
     group: int

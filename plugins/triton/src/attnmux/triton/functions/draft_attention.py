@@ -46,7 +46,7 @@ class TritonDraftAttention:
         q_rope: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See core's `attend_to_drafts`. Raises BackendFailed where the kernel does not compile."""
+        """See core's `attend_to_drafts`. Raises BackendFailed if the kernel does not compile."""
         size, width, _ = trees.visible.shape
         if width > MOST_DRAFTS:
             return attend_to_drafts(q, keys, seen, trees, layer, q_rope=q_rope, lse=lse)

@@ -185,7 +185,7 @@ def load_four_bits(
     HOW: tl.constexpr,
 ):  # fmt: skip
     """[N, WIDTH] float16, to be multiplied by FACTOR: REAL_WIDTH columns from FIRST on of rows [N],
-    in the order of `real_columns`, with 0 after them and, where CHECKED, where is_there [N] is
+    in the order of `real_columns`, with 0 after them and, if CHECKED, where is_there [N] is
     False.
 
     base: the address of the words that hold column FIRST of row 0. scale_base: that of the first

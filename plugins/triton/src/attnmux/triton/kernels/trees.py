@@ -16,7 +16,7 @@ def best_candidates(
 ):  # fmt: skip
     """[BLOCK_D] int32: the candidates of nodes 1 to NODES - 1, in their order; 0 elsewhere.
 
-    A candidate's rank is the number of those before it by score, or by place where scores are
+    A candidate's rank is the number of those before it by score, or by place if scores are
     alike: counting needs no sorted copy in memory.
     """
     node = tl.arange(0, BLOCK_D)

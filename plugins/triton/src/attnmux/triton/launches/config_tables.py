@@ -251,8 +251,8 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
 class ConfigTables:
     """TILES, CHAINS and SHARES, and this machine's own entries, which win over them.
 
-    An entry of CHAINS or SHARES for more rows wins over an own one for fewer: what was tuned for
-    decode says nothing about drafts.
+    An entry of CHAINS or SHARES for more rows wins over a tuned one for fewer: launches tuned for
+    decode say nothing about drafts.
     """
 
     own_tiles: Sequence[ConfigEntry[TileConfig]] = ()

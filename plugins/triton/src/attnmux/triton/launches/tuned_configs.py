@@ -33,7 +33,7 @@ KINDS: Mapping[str, type[Config]] = {
 MAXNREG = "maxnreg"
 """The compiler's option that portable kernels take besides."""
 NUMBERS = ("k_dim", "v_dim", "rows", "page", "key_bits")
-"""The fields of `TunedLaunch.subject` besides the kind: columns of K and of V, query heads of a KV
+"""The fields of `TunedLaunch.subject` after the kind: columns of K and of V, query heads of a KV
 head times new tokens of a request (for tiles, the heads), the page size of the kernel's table, and
 the bits of a value of K."""
 
@@ -49,7 +49,7 @@ class Variants:
     """Values of single fields, each of which fits every base."""
 
     def read(self, values: Mapping[str, OptionValue]) -> Config | None:
-        """The configuration that `values_of` wrote; None where it is not one of these."""
+        """The configuration that `values_of` wrote; None if it is not one of these."""
         for base in self.bases:
             changes: dict[str, Any] = {
                 name: values.get(name)

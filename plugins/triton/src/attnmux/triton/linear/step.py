@@ -37,7 +37,7 @@ class LinearStep:
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> LinearStep:
-        """Raises InvalidInput without lengths. Reads them from the device where there is no host
+        """Raises InvalidInput without lengths. Reads them from the device if there is no host
         mirror."""
         new = batch.extend_seq_lens
         if new is None or batch.extend_prefix_lens is None:

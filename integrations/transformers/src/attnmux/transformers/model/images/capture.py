@@ -264,7 +264,7 @@ class ImageReader(ModelPart):
         return embeds[torch.tensor(places, device=embeds.device)].clone()
 
     def _positions(self, handed: _Handed, length: int) -> torch.Tensor | None:
-        """[3, P] on the host; None where positions are places."""
+        """[3, P] on the host; None if positions are places."""
         given = handed.inputs.get("position_ids")
         if given is None:
             return None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionBackend, Decision
 
 VISION = "attnmux_flash_vision"
-"""The attention implementation of vision towers. Where it has "flash" in its name, towers that pack
+"""The attention implementation of vision towers. If it has "flash" in its name, towers that pack
 images hand all of them to one call, with their bounds; else they call it for each."""
 
 TOWER = "_attnmux_tower"
@@ -44,7 +44,7 @@ START = Room(8, 1024)
 
 
 def tower_of(model: PreTrainedModel) -> torch.nn.Module | None:
-    """The vision tower of a model; None where it reads text alone."""
+    """The vision tower of a model; None if it reads text alone."""
     tower: Any = model.get_encoder(modality="image")
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
     if tower is model or tower is decoder or tower in set(decoder.modules()):

@@ -3,7 +3,7 @@
 transformers gives such a layer's kernel as a function of the model's own module, such as
 `torch_chunk_gated_delta_rule`. A module that calls one is a mixer. Its forward gets functions of
 ours in their place; the model's code runs unchanged, and no other model is touched. A module that
-computes its recurrence in its own code is a mixer where `own_recurrences.py` has an adapter.
+computes its recurrence in its own code is a mixer if `own_recurrences.py` has an adapter.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ BASE = 256
 def ngram_features(mixer: Mixer) -> Callable[..., Any]:
     """Qwen4-Exp's: hashed n-grams choose embeddings, which a dilated convolution mixes.
 
-    An n-gram does not reach over an end of text. Where there is no token, it has that one's id.
+    An n-gram does not reach over an end of text. If there is no token, it has that one's id.
     """
     module: Any = mixer.module
     embedding = module.ple_embedding
@@ -180,7 +180,7 @@ def _rg_lru(mixer: Mixer) -> Callable[..., Any]:
 
 
 def _mlstm(mixer: Mixer) -> Callable[..., Any]:
-    """xLSTM's: values are divided by the sum of their weights, or by 1 where that is less.
+    """xLSTM's: values are divided by the sum of their weights, or by 1 if that is less.
 
     The sum is a column of ones beside V. Weights are e^gate, capped, so that they need no running
     maximum here; the module's eps, which it adds in units of that maximum, is left out.

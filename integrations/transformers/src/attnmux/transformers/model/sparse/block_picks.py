@@ -1,4 +1,4 @@
-"""An indexer's part of a step where it picks blocks: its keys go to their pool, its picks to the
+"""An indexer's part of a step if it picks blocks: its keys go to their pool, its picks to the
 batch."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class RanksBlocks(Protocol):
     def picks(
         self, scores: torch.Tensor, positions: torch.Tensor, block_size: int, topk: int
     ) -> torch.Tensor:
-        """[R, n, H, topk] int32, followed by -1 where there are fewer.
+        """[R, n, H, topk] int32, followed by -1 if there are fewer.
 
         scores: of all blocks of the request. positions: [R, n], each token's place in it.
         """
@@ -103,7 +103,7 @@ class KeysOfBlocks:
 
 
 def _best(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """The blocks with the highest scores, [..., topk] int32, best first, followed by -1 where there
+    """The blocks with the highest scores, [..., topk] int32, best first, followed by -1 if there
     are fewer. scores: [..., blocks]."""
     best = scores.topk(min(topk, scores.shape[-1]), dim=-1)
     picks = torch.where(best.values.isneginf(), -1, best.indices).int()

@@ -20,7 +20,7 @@ from attnmux.transformers.model.sparse.key_picks import SCORES_AT_ONCE, lens_of
 from attnmux.transformers.model.sparse.scores import best_keys, index_scores
 
 TOGETHER = 64
-"""Keys that are picked as one where a token sees all."""
+"""Keys that are picked as one if a token sees all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class BlockRows:
 
 
 MakesKeys = Callable[[BlockRows], tuple[torch.Tensor, torch.Tensor | None]]
-"""Keys [n, head_dim], and those of the indexer [n, index_dim], where there is one."""
+"""Keys [n, head_dim], and those of the indexer [n, index_dim], if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class _Step:
     of_token: torch.Tensor
     """[T] int64: each token's request in the batch."""
     spans: tuple[tuple[int, int], ...] | None
-    """(cached, new) tokens of each request; None where all have as many new ones."""
+    """(cached, new) tokens of each request; None if all have as many new ones."""
     num_keys: int
     """Keys of the longest request."""
 
@@ -69,7 +69,7 @@ class CompressedKeys:
         self, pool: CompressedPool, context: BackendContext, layers: Sequence[LayerSpec]
     ) -> None:
         """layers: those of the pool, as their backend knows them. The kernel for picked blocks is
-        taken where a plugin offers it for the device, else plain torch."""
+        taken if a plugin offers it for the device, else plain torch."""
         self.pool = pool
         self._table = context.req_to_token_pool.req_to_token
         alone = [

@@ -94,7 +94,7 @@ class Compressors(ModelPart):
 
     def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """The layers with windows of as many tokens as are kept for them, and for all of one pool:
-        what keys are made of lies in its slots."""
+        the rows for keys are in its slots."""
         least = max(compressor.shape.earlier_tokens for compressor in self.each)
         return tuple(
             replace(layer, sliding_window_size=max(layer.sliding_window_size, least))

@@ -54,7 +54,7 @@ KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
     (has_block_parts, block_indexer),
     (has_mean_parts, mean_indexer),
 )
-"""Whether a module is built as an indexer of the kind, and the indexer, where it picks as ours."""
+"""Whether a module is built as an indexer of the kind, and the indexer, if it picks as ours."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,13 +69,13 @@ class Indexers(ModelPart):
     each: tuple[Indexer, ...]
     shape: IndexShape
     picker: KeyPicker | BlockPicker | None = None
-    """While there is none, nothing is picked: as a probe runs, and where every key is seen."""
+    """While there is none, nothing is picked: as a probe runs, and if every key is seen."""
     is_captured: bool = field(default=True, init=False)
     """Whether steps have static shapes: any that do not run `eager`."""
 
     @classmethod
     def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Indexers | None:
-        """None also where one is not known, which recording refuses, and for contexts of which
+        """None also if one is not known, which recording refuses, and for contexts of which
         they pick every key. Raises InvalidInput for indexers that differ from each other."""
         found = [
             known_as(child, owner)
@@ -108,7 +108,7 @@ class Indexers(ModelPart):
     def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """The layers, of which those with an indexer of blocks see blocks.
 
-        Raises InvalidInput where its heads do not fit the layer's, or the layer hides other keys.
+        Raises InvalidInput if its heads do not fit the layer's, or the layer hides other keys.
         """
         with_blocks = {indexer.module.layer_idx for indexer in self.each if self.shape.block_size}
         return tuple(

@@ -7,7 +7,7 @@ follows through shared memory; each multiplies them with its half of the values,
 of the keys. Further warps copy the rows of the keys into shared memory, `STAGES` blocks ahead, past
 the end of a tile.
 
-Where it LAGS, the one that follows begins with a block when the leading one has the logits of the
+If it LAGS, the one that follows begins with a block when the leading one has the logits of the
 next block, so that the tensor cores have work during the softmax of those. That holds places in
 shared memory longer, which the memory-bound steps of decode need.
 """
@@ -153,7 +153,7 @@ def turns_of(PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def copy_columns(base, offsets, is_there, to, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Copy rows of a matrix into shared memory, 16 bytes a thread at a time; 0 where is_there is
-    False. is_there: None where all are there."""
+    False. is_there: None if all are there."""
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     places = offsets[:, None] + columns[None, :]
     places = base + gl.max_contiguous(gl.multiple_of(places, [1, 8]), [1, 8])
@@ -207,7 +207,7 @@ def copy_keys(keys, table, first_slot, start, turns, queries, tile, rooms, done,
     """Copy a tile's queries, and `turns` blocks of keys from the start-th key on.
 
     keys: k [slots, 512] and k_tail [slots, 64] with their strides; without a k_tail, it is what
-    follows k in its rows. table: the slots of the request's keys; None where these lie side by side
+    follows k in its rows. table: the slots of the request's keys; None if these lie side by side
     from first_slot on.
     done, filled: blocks and queries copied so far. Returns what they are afterwards.
     """

@@ -67,7 +67,7 @@ def changes_in_warp(share):
 
 @gluon.constexpr_function
 def products_unless_zero(count):
-    """PTX of `count` products, which a warp skips where the number after their factors is 0."""
+    """PTX of `count` products, which a warp skips if the number after their factors is 0."""
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};\n" for i in range(count))
     return (
         f"{{\n.reg .pred skips;\nsetp.eq.s32 skips, ${3 * count}, 0;\n"

@@ -43,7 +43,7 @@ HALVINGS = tl.constexpr(3)
 
 @triton.jit
 def unit_of(x, stride, place, is_token, channel, D: tl.constexpr, NORMED: tl.constexpr):
-    """[T]: what makes unit vectors of a chunk's Q or K, whose first row x is; or 1."""
+    """[T]: the factors that make unit vectors of a chunk's Q or K, whose first row x is; or 1."""
     factor = tl.full(place.shape, 1.0, tl.float32)
     if NORMED:
         rows = load_rows(x, stride, place, is_token, channel, D).to(tl.float32)

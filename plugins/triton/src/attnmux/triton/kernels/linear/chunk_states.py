@@ -1,9 +1,9 @@
 """The states of linear layers from chunk to chunk of 64 tokens, as `chunks` has them.
 
-What a span of chunks makes of the state before it is A S + B, with B what it makes of a state of
-zeros. So long prompts of few heads go through their spans at once: `weigh_spans` finds each A and
-B, `join_spans` the state before each span, and `pass_states` does with every span what it does
-with a whole request otherwise.
+A span of chunks turns the state S before it into A S + B. B is its result for a state of zeros. So
+long prompts of few heads go through their spans at once: `weigh_spans` finds each A and B,
+`join_spans` the state before each span, and `pass_states` then treats every span like a whole
+request.
 
 `chunk_indptr`, `starts` [B + 1] int32: each request's first chunk and first token. `last` [N, Hv],
 or [N, Hv, K] with a decay for each channel. `span`: chunks of a span; SPANS: of a request, at most.
@@ -101,7 +101,7 @@ def pass_states(
     NORMED: tl.constexpr, PRECISION: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """S before each chunk, `kept` [N, Hv, K, V], and its N, `new` [T, Hv, V], which holds U first
-    where there is a delta rule. Writes the states. `joined` [B * SPANS, Hv, K, V] float32: S before
+    if there is a delta rule. Writes the states. `joined` [B * SPANS, Hv, K, V] float32: S before
     each span, if SPANS > 1. Grid (blocks of V, Hv, B * SPANS).
     """
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
