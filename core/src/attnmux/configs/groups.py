@@ -11,7 +11,7 @@ from attnmux.configs.layers import CHUNKED, COMPRESSED, PICKED_BLOCKS, WINDOWED
 from attnmux.core import LayerGroup
 
 Kept = Callable[[Mapping[int, str]], frozenset[int]]
-"""`kept_layers` of what the user skips."""
+"""`kept_layers` for the user's `skip`."""
 
 
 def layer_groups(

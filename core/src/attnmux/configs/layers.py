@@ -207,8 +207,8 @@ def compressed_layers(types: list[str]) -> tuple[tuple[str, int], ...]:
 
 
 def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], ...]:
-    """(kind, how many) of the layers without softmax attention, by name. What a model type does not
-    tell more precisely keeps the name of its config.json."""
+    """(kind, how many) of the layers without softmax attention, by name. An unknown layer type
+    keeps its name from config.json."""
     named = [name for each in types if (name := BESIDE.get(each, each)) in LINEAR]
     own = FAMILIES.get(model_type, PLAIN).recurrent
     counts = Counter(own if own and name in UNNAMED else name for name in named)

@@ -79,14 +79,15 @@ def _folder(path: Path) -> Path:
 
 
 def _with_quantisation(path: Path) -> dict[str, Any]:
-    """The config.json, with the `quantization_config` that ModelOpt may have beside it."""
+    """The config.json, with the `quantization_config` that ModelOpt may have in a file next to
+    it."""
     config = load_config(path)
     said = {} if config.get("quantization_config") is not None else _modelopt(_folder(path))
     return {**config, **said}
 
 
 def _modelopt(folder: Path) -> dict[str, Any]:
-    """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
+    """A `quantization_config` by ModelOpt, which may have a file of its own next to config.json."""
     try:
         said = json.loads(Files.read(str(folder / MODELOPT_FILE), MOST_BYTES))
         return {"quantization_config": said["quantization"]}

@@ -1,4 +1,4 @@
-"""How the heads of a layer are split over the ranks of a group, and what they exchange."""
+"""How the heads of a layer are split over the ranks of a group, and the ranks' exchanges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K and V of a layer's tokens as rows: what ranks send each other, and pools store."""
+"""K and V of a layer's tokens as rows, which ranks send each other and pools store."""
 
 from __future__ import annotations
 

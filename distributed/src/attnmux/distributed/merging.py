@@ -1,4 +1,4 @@
-"""Merging what each rank found among its own keys."""
+"""Merging the results of each rank over its own keys."""
 
 from __future__ import annotations
 

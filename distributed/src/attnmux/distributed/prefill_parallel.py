@@ -70,7 +70,7 @@ class ChunkGather:
         self._waited = 0
 
     def wait(self, chunks: int | None = None) -> torch.Tensor:
-        """[T, width], of which the first `chunks` have arrived; None: all of them.
+        """[T, width]; the first `chunks` have arrived; None: all of them.
 
         Raises RankFailed if they do not arrive.
         """

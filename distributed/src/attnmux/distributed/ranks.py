@@ -258,7 +258,7 @@ class RankGroup:
 
 
 def _explained(what: str, seconds: float, call: Callable[[], T]) -> T:
-    """Turn what torch.distributed raises into RankFailed."""
+    """Turn errors of torch.distributed into RankFailed."""
     try:
         return call()
     except torch.OutOfMemoryError:

@@ -14,7 +14,7 @@ def check_same_libraries(
 ) -> None:
     """Raise RanksDiffer, on every rank, if the plugins or libraries of two ranks differ.
 
-    names: of distributions besides those of the offers.
+    names: further distributions, next to those of the offers.
     """
     compared = {"attnmux-core", *names}
     for offer in offers:

@@ -76,7 +76,7 @@ class SeenPrefixes:
     Rows of requests without a prefix hold anything."""
 
     out: torch.Tensor
-    """[B, n * Hq, Dv] in the dtype of Q, for n drafts, of which a step may have fewer."""
+    """[B, n * Hq, Dv] in the dtype of Q, for n drafts; a step may have fewer."""
     lse: torch.Tensor
     """[B, n * Hq] float32."""
 

@@ -38,7 +38,7 @@ class PartAttention(Generic[K]):
         self.begin(())
 
     def begin(self, parts: Iterable[KeyPart[K]]) -> None:
-        """Take the parts of a new step, of which the first has every new token, and its own keys.
+        """Take the parts of a new step. The first has every new token, and its own keys.
         None: the step has no tokens, or is not run in parts."""
         self.parts: tuple[KeyPart[K], ...] = tuple(parts)
         self._prepared: list[KeyPart[K] | None] = [None] * len(self.backends)

@@ -63,7 +63,7 @@ class TboAttnBackend(DispatchingBackend):
         return TboAttnBackend(primary, (first.select(mode), second.select(mode)))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """For whole steps, and for halves of them, of which the second may be the larger."""
+        """For whole steps, and for their halves; the second half may be the larger."""
         self.primary.init_cuda_graph_state(max_bs, max_num_tokens)
         half = max_bs - max_bs // 2
         for child in self.children:

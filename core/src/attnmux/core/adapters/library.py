@@ -85,7 +85,8 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
 
     @abstractmethod
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> B:
-        """Allocate what graphs of up to `max_bs` requests and `max_num_tokens` tokens replay with.
+        """Allocate the fixed tensors of graphs of up to `max_bs` requests and `max_num_tokens`
+        tokens.
 
         Raises GraphUnsupported if the backend cannot be captured.
         """

@@ -1,5 +1,5 @@
-"""The page tables of a step, its lengths, and where each request's queries begin: what kernels over
-paged KV take."""
+"""The arguments of kernels over paged KV: a step's page tables, its lengths, and where each
+request's queries begin."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class PageTables:
     def fill(
         self, batch: ForwardBatch, groups: tuple[KeyGroup, ...], context: BackendContext
     ) -> None:
-        """Build what the layers read, by device operations of static shape."""
+        """Build the tensors that layers read, with device operations of static shape."""
         # Tensors of a warm-up are not part of the capture that follows it.
         self.bounds.clear()
         tables: Tables = {}

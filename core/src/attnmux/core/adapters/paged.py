@@ -119,7 +119,7 @@ class DecodeStep:
     may_be_empty: bool
     """Whether the host cannot rule out a request without keys."""
     keys: dict[KeyGroup, Keys] | None = None
-    """Set by `fill`: what the kernels read. Lengths are at least 1 if `lens` is set."""
+    """Set by `fill`, for the kernels. Lengths are at least 1 if `lens` is set."""
     lens: KeyLens | None = None
     """Set by `fill` if a request may be without keys."""
 

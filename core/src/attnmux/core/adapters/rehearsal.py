@@ -54,7 +54,7 @@ def rehearse_convolutions(
     """Run a convolution of one token in each phase of the request, over states of its own.
 
     Returns those over the context's states. Raises InvalidInput for a context without
-    `linear_states`, and what a library or compiler raises.
+    `linear_states`, and errors of a library or compiler.
     """
     states = StatePool.of(context)
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)

@@ -160,7 +160,7 @@ class Build(Plain):
     arch: tuple[str, ...] = ()
     """The architectures that it is for, as `Platform.arch`. Empty: all."""
     requires: tuple[str, ...] = ()
-    """PEP 508 requirements, all needed besides the card's."""
+    """PEP 508 requirements, all needed in addition to the card's."""
 
     def __post_init__(self) -> None:
         read_fields(self, "build")

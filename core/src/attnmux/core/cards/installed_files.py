@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUITE = ("attnmux-core", "attnmux-parts", "attnmux-testing")
 OTHERS = (*SUITE, "torch", "triton")
-"""Distributions besides a plugin and its libraries on which an outcome depends."""
+"""Further distributions on which an outcome depends, next to a plugin and its libraries."""
 
 
 def digest(card: BackendCard, distribution: str, *facts: object) -> str:

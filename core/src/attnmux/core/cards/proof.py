@@ -126,7 +126,7 @@ ON_A_DEVICE: tuple[Proof, ...] = ("hardware", "other device")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proven:
-    """The runs of a card, each with what it proves, the strongest first."""
+    """The runs of a card, each with its proof, the strongest first."""
 
     WORDS: ClassVar[tuple[Proof, ...]] = get_args(Proof)
     """The strongest first: the backend ran on a device that it serves; its kernels compile for one,

@@ -26,7 +26,7 @@ from attnmux.core.facts.values import LayerGroup
 from attnmux.core.facts.verdicts import Coercion, Verdict
 
 Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
-"""The decision's platform, and what this process knows itself."""
+"""The decision's platform with this process's own facts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -185,7 +185,7 @@ def ask(
 
 
 def with_eager_note(decision: Decision) -> Decision:
-    """A note instead of the change if graphs that only the platform asked for were dropped."""
+    """A note instead of the change if graphs were dropped that only the platform requested."""
     dropped = [
         each for each in decision.coercions if (each.field, each.origin) == ("graph", "platform")
     ]

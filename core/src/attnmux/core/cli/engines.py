@@ -88,7 +88,7 @@ class Engine:
     module: Integration
 
     def ask(self, request: Request, platform: Platform) -> Request:
-        """The integration's request. Raises NoBackend for what it refuses."""
+        """The integration's request. Raises NoBackend for requests that it refuses."""
         return self._called(lambda: self.module.ask(request, platform))
 
     def lines(

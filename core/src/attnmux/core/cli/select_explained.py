@@ -48,7 +48,7 @@ class Figured(Plain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Why an answer is what it is."""
+    """The reasons of an answer."""
 
     outcomes: tuple[Outcome, ...]
     values: tuple[Stated, ...]

@@ -43,7 +43,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a verb as Ctrl-C does: what it started ends with it."""
+    """SIGTERM, which ends a verb as Ctrl-C does, with its child processes."""
 
 
 def _terminate(*_: object) -> None:

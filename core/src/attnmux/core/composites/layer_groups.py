@@ -27,7 +27,7 @@ class LayerGroupsBackend(CompositeBackend):
     """
 
     def __init__(self, context: BackendContext, groups: Sequence[AttentionBackend]) -> None:
-        """context: with the layers of all groups, each of which has a context with its own.
+        """context: with the layers of all groups. Each group has a context with its own.
 
         Raises InvalidInput for layers without a group or with several, and for backends whose
         padding rows differ in length, since one graph runner pads for all.

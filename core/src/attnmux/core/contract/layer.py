@@ -223,7 +223,8 @@ class LayerSpec:
 
 
 def _is_finite(value: object, *, above: float) -> bool:
-    """Whether `value` is a finite number above another. NaN and what is no number are not."""
+    """Whether `value` is a finite number above another. NaN and values that are no numbers are
+    not."""
     return isinstance(value, Real) and math.isfinite(value) and float(value) > above
 
 

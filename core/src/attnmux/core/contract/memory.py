@@ -1,4 +1,4 @@
-"""Memory of pools: allocations that fail cleanly, and what the host has free."""
+"""Memory of pools: allocations that fail cleanly, and the host's free memory."""
 
 from __future__ import annotations
 

@@ -307,5 +307,5 @@ class KVWriter(Protocol):
 
         first, second: K [T, Hkv, D] and V [T, Hkv, Dv]; of a latent pool the latents [T, 1, rank]
         and the rotary keys [T, 1, rope]. Does not synchronise.
-        Raises what the pool's method raises, before anything is written.
+        Raises the errors of the pool's method, before anything is written.
         """

@@ -59,7 +59,7 @@ def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, t
 
 
 def unpack_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[..., D] float32, exact: the inverse of `pack_rows` but for the layer's scale.
+    """[..., D] float32, exact: the inverse of `pack_rows`, without the layer's scale.
 
     values, scales: as `pack_rows` returns them, of any strides.
     """

@@ -106,7 +106,7 @@ def whole_mask(
     prefix, then the drafts that are visible, d * (seq + d) values a request.
 
     seq_lens: [B] int, prefix lengths. total: the number of values, or more; without it the device
-    is asked, which synchronises.
+    is read, which synchronises.
     """
     batch_size, num_tokens, _ = visible.shape
     rows = batch_size * num_tokens

@@ -24,7 +24,7 @@ from attnmux.core.measured.ranking import solve_measured
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chooser:
-    """Everything that a choice depends on besides the request: plugins, platform and settings."""
+    """The inputs of a choice other than the request: plugins, platform and settings."""
 
     dtype_hint = staticmethod(dtype_hint)
     platform_of = staticmethod(platform_of)

@@ -31,8 +31,8 @@ class Interface:
     """Names that are passed or overridden, in their order, without `self` and `cls`; any other must
     have a default. None: it is not called."""
     attributes: tuple[str, ...] = ()
-    """For a class: members, also inherited ones, and what its methods set on `self`. Of a function:
-    what it sets on its arguments."""
+    """For a class: members, also inherited ones, and attributes that its methods set on `self`. For
+    a function: attributes that it sets on its arguments."""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}" if self.name else self.module

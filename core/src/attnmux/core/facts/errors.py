@@ -34,7 +34,7 @@ class InvalidInput(AttnmuxError, ValueError):
 
     @classmethod
     def check_at_least(cls, least: int, argument: str, value: int) -> None:
-        """Raise InvalidInput below `least`, and for what is no whole number."""
+        """Raise InvalidInput below `least`, and for values that are no whole numbers."""
         try:
             is_enough = index(value) >= least
         except TypeError:

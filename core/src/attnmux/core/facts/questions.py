@@ -1,4 +1,4 @@
-"""One phase of a request on a platform, and what it demands on each axis."""
+"""One phase of a request on a platform, and its demand on each axis."""
 
 from __future__ import annotations
 

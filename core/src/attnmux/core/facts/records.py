@@ -1,4 +1,4 @@
-"""Records of what this machine has measured, and how the JSON files that keep them are read.
+"""Records of this machine's measurements, and the reading of their JSON files.
 
 A reader takes every record that it can read. attnmux-bench writes the files.
 """

@@ -132,7 +132,7 @@ class Request(Plain):
     `Decision.others`."""
     compressed_layers: Layers = ()
     """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
-    merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
+    merged with the backend's by LSE. They demand only `lse`; see `CompressedKeys`."""
     linear_layers: Layers = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.parts`; they ask nothing of the
@@ -142,8 +142,8 @@ class Request(Plain):
     linear_v_head_dim: Count = None
     """V dim of their recurrent states; None: as `linear_head_dim`."""
     parts: Layers = ()
-    """(part, number) of what parts of other packages serve, see `Part`. The number is the part's to
-    read; 1 if it needs none."""
+    """(part, number) for parts of other packages, see `Part`. The number is the part's to read; 1
+    if it needs none."""
     max_error: Measure = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
     origins: Annotated[Mapping[str, str], _origins] = field(default_factory=FrozenMapping)
@@ -206,7 +206,7 @@ class Request(Plain):
 
     @property
     def index_reach(self) -> int | None:
-        """The longest context of which an indexer picks every key; None without one."""
+        """The longest context in which an indexer picks every key; None without one."""
         return None if self.index_topk is None else self.index_topk * (self.index_block_size or 1)
 
     def replace(self, *, origin: str = "user", **changes: object) -> Request:

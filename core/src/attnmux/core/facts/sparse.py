@@ -18,7 +18,7 @@ EXCLUDED = (
 
 
 def check_sparse(asked: Any) -> None:  # noqa: ANN401  # a request, whose module imports this one
-    """Raise InvalidInput for a request that chooses pages and has what excludes them."""
+    """Raise InvalidInput for a request with chosen pages and a feature that excludes them."""
     if asked.sparse is None and asked.sparse_budget is None:
         return
     if asked.sparse is None or asked.sparse_budget is None:

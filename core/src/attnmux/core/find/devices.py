@@ -133,7 +133,7 @@ def _only(found: Sequence[Platform]) -> Platform:
 
 
 def _together(cards: Sequence[Platform]) -> Platform:
-    """Unlike cards of one architecture, with what each of them has."""
+    """Unlike cards of one architecture, with the properties of each."""
     return replace(
         cards[0],
         name=" and ".join(dict.fromkeys(card.name for card in cards if card.name)),

@@ -7,7 +7,7 @@ from attnmux.core.facts.request import Request
 from attnmux.core.find.plugins import admitted_points
 
 GROUP = "attnmux.graphs"
-"""Entry points named after a type of torch device: what makes a device's `DeviceGraphs`."""
+"""Entry points named after a type of torch device, which make a device's `DeviceGraphs`."""
 CAPTURED = frozenset({"decode", "verify", "draft"})
 
 

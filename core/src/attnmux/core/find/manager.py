@@ -131,7 +131,7 @@ def check_device(distribution: str, platform: Platform) -> None:
 
 
 def _attempt(work: Callable[[Plugin], Plugin], plugin: Plugin, stage: Stage) -> Plugin:
-    """The result, or the plugin with a failure. What the plugin prints goes to standard error."""
+    """The result, or the plugin with a failure. The plugin's output goes to standard error."""
     try:
         with redirect_stdout(sys.stderr):
             return work(plugin)

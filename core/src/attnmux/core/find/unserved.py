@@ -54,7 +54,7 @@ def diagnosis(
     failures: Sequence[PluginFailure],
     variables: Mapping[str, str],
 ) -> UnservedDevice:
-    """Why no plugin reports a device that is present, and what to do."""
+    """Why no plugin reports a device that is present, and the remedy."""
     hiding = " and ".join(f"{n}={variables[n]}" for n in vendor.hiding if n in variables)
     broken = [row for row in failures if row.distribution == vendor.distribution]
     name_it = (

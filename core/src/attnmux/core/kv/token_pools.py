@@ -21,7 +21,7 @@ from attnmux.core.facts.errors import InvalidInput
 
 
 class PairPool(KVPool):
-    """K [slots, Hkv, D] and V [slots, Hkv, Dv] of each layer, whoever allocated them."""
+    """K [slots, Hkv, D] and V [slots, Hkv, Dv] of each layer, in memory of any owner."""
 
     def _hold(self, buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Use these buffers, by layer id. Slots and heads may be any distance apart."""
@@ -69,7 +69,7 @@ class PairPool(KVPool):
 
 
 class LatentPool(KVPool):
-    """Latents and rotary keys [slots, 1, rank + rope] of each layer, whoever allocated them.
+    """Latents and rotary keys [slots, 1, rank + rope] of each layer, in memory of any owner.
 
     K is the whole row; V is a view of its first `rank` columns.
     """

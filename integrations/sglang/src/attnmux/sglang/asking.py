@@ -65,7 +65,8 @@ def refuse(request: Request) -> None:
 def asked(request: Request, *, captures: bool) -> Request:
     """The request that is solved. captures: whether SGLang captures decode steps.
 
-    SGLang encodes images by backends of its own. Raises InvalidInput for what is not served.
+    SGLang encodes images by backends of its own. Raises InvalidInput for features that are not
+    served.
     """
     decoding = request
     if request.multimodal:

@@ -29,7 +29,7 @@ REFUSED = {
     "use_rswa": "reference sliding windows",
     "use_adaptive_verification": "verification whose lengths only the device knows",
 }
-"""Flags by which vLLM asks for what no request can express."""
+"""vLLM's flags for features that no request can express."""
 
 NO_INDEXER = "none: attnmux has no indexer of vLLM's"
 NO_OPTION = "none: no option of vLLM asks for it"

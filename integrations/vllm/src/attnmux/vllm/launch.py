@@ -40,7 +40,7 @@ def launch(
 ) -> list[str]:
     """The server's command, with all that the decision rests on.
 
-    A page size of 1 that nobody asked for is left to vLLM: every page size will do.
+    A page size of 1 that is not the user's is left to vLLM: every page size will do.
     Raises InvalidInput for kept layers that vLLM cannot name, and for a folder with a model whose
     tokens of an image see each other.
     """

@@ -130,7 +130,7 @@ def request_of(
 ) -> Request:
     """The needs of layers whose heads and dims are alike.
 
-    layers: vLLM's; specs: the same in our words. If windows differ, the largest is asked for.
+    layers: vLLM's; specs: the same in our words. If windows differ, the largest counts.
     Raises InvalidInput for what is refused.
     """
     first, layer = specs[0], layers[0]

@@ -27,7 +27,7 @@ class AiterMLALayer:
     q_scale: torch.Tensor | None = None
     """[1] float32 on the device, 1; None in bfloat16."""
     kv_scale: torch.Tensor | None = None
-    """[1] float32 on the device, what rows are multiplied by; None in bfloat16."""
+    """[1] float32 on the device, the factor of rows; None in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -100,7 +100,7 @@ def _of_amdsmi() -> list[Device] | None:
 
 
 def _asked(amdsmi: ModuleType, handle: object) -> Device:
-    """Raises what the library raises, KeyError before ROCm 6.2, InvalidInput for an odd name."""
+    """Raises the library's errors, KeyError before ROCm 6.2, InvalidInput for an odd name."""
     info = amdsmi.amdsmi_get_gpu_asic_info(handle)
     # "gfx90a:sramecc+:xnack-" in some versions
     arch = str(info["target_graphics_version"]).lower().partition(":")[0]

@@ -1,4 +1,4 @@
-"""The operators of torch-npu that the adapters call, and what is common to their calls."""
+"""The operators of torch-npu that the adapters call, and the common part of their calls."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
     def _own_rows(
         self, call: AttentionCall, layer: AMXLayer, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the new tokens: the call's, or what the pool holds of them."""
+        """K and V of the new tokens: the call's, or the pool's."""
         is_latent, rank = call.layer.kind == "mla", call.layer.v_head_dim
         second = call.k_rope if is_latent else call.v
         if call.k is not None and second is not None:

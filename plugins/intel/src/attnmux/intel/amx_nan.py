@@ -1,6 +1,6 @@
 """Rows over latents that the kernels made NaN, computed again in plain torch.
 
-The kernels pad a request's last tile of latents with what lay in the thread's memory before, at
+The kernels pad a request's last tile of latents with earlier content of the thread's memory, at
 weight 0: NaN of another request makes a result NaN. Only such rows come here, and those of requests
 that hold NaN themselves, so speed matters less than a path without that memory.
 """

@@ -4,8 +4,8 @@ own pages.
 LSE is a natural logarithm, [Hq, T], with `qv` [T, Hq]; sinks are included. Causality counts from
 the end of the keys. Over a latent, a logit is q · k + qv · v, the absorbed one: `q` and K are the
 rotary parts, `qv` and V the latents. The library gives garbage for a request with queries and
-without keys; in an extend step there is none, as each token sees itself. It allocates its output,
-in which the rows that no request owns keep what the allocator left.
+without keys; in an extend step there is none, as each token sees itself. It allocates its output.
+Rows that no request owns keep the allocator's leftovers.
 """
 
 from __future__ import annotations

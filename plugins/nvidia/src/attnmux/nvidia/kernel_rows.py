@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
-    """The context's layers of MLA, at least one, all of which `LatentRows.check` accepts.
+    """The context's layers of MLA, at least one. `LatentRows.check` accepts all of them.
 
     The others belong to the expanded prefill, which decoding never calls.
     Raises InvalidInput if there is none, and for dims without a kernel.

@@ -31,7 +31,7 @@ Inputs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Prompts in token ids, with what is left for the model's encoder to read."""
+    """Prompts in token ids, with the inputs of the model's encoder."""
 
     prompts: Sequence[Prompt]
     pictured: Mapping[int, Inputs] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Encoded:
     """The most encoder tokens of one."""
 
     def read_by(self, runner: ModelRunner) -> list[Prompt]:
-        """The prompts with what the encoder makes of their images or sources."""
+        """The prompts with the encoder's results for their images or sources."""
         wanted = [*self.prompts]
         for index, inputs in self.pictured.items():
             wanted[index] = replace(wanted[index], images=runner.read_images(inputs))
@@ -61,7 +61,7 @@ def encode(
     sampling: SamplingParams,
     context: int,
 ) -> Encoded:
-    """The prompts in token ids, with what they override of the command's options.
+    """The prompts in token ids, with their overrides of the command's options.
 
     context: tokens of the longest request.
     """
@@ -114,7 +114,7 @@ def _refuse_placeholders(checkpoint: Checkpoint, encoded: Sequence[Sequence[int]
 def _prompt(
     asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, answering: Answering
 ) -> Prompt:
-    """The prompt in token ids. What it overrides takes the place of the command's options."""
+    """The prompt in token ids. Its own options override those of the command."""
     own = dict(asked.overrides)
     most = own.pop("max_new_tokens", answering.max_new_tokens)
     return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))

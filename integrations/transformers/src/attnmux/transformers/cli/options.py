@@ -135,7 +135,7 @@ class Options:
             self._check_sparse()
 
     def _check_sparse(self) -> None:
-        """Refuse what decoding over chosen pages excludes."""
+        """Refuse options that decoding over chosen pages excludes."""
         found = {
             "--dcp": self.parallel.dcp,
             "--pcp": self.parallel.pcp is not None,

@@ -50,7 +50,7 @@ class UserPrompt:
     audio: str | None = None
     """A file that takes the place of the prompt, which is empty."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Some of `KEYS` but for the prompt, its images and its audio."""
+    """Some of `KEYS`, without the prompt, its images and its audio."""
 
 
 def read_prompts(

@@ -89,7 +89,7 @@ def unfound_device(detection: Detection) -> str | None:
 def _warn_of_unfound(
     run: Run, detection: Detection, settings: Settings, device: str | None
 ) -> None:
-    """The CPU is not taken in silence beside a device that torch can use."""
+    """The CPU is not chosen silently if torch can use another device."""
     if device is None and settings.platform is None and (kind := unfound_device(detection)):
         run.warn(
             f"torch can use a device of type {kind}, which no plugin found, and the CPU is used: "

@@ -214,7 +214,7 @@ def drafted_tree(
     """The trees of the best candidates, as `DraftTree.best_of` makes them.
 
     roots: [B] int64 on the host. found: [B, n] on the draft model's device, which this waits for.
-    kernels: of that device. The tree is on the host, but for the `visible` that a kernel made.
+    kernels: of that device. The tree is on the host, except a `visible` that a kernel made.
     """
     if topk == 1:
         # A draft is at most as likely as the one before it

@@ -26,7 +26,7 @@ from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState, Step
 
 CATCH_UP_TOKENS = 8192
-"""The most tokens of a step in which the draft model reads what it has not read yet."""
+"""The most tokens of a step in which the draft model reads new tokens."""
 
 
 class DraftRunner(StepRunner, DraftModel, Protocol):
@@ -149,7 +149,7 @@ class ModelProposer:
             raise
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
-        """Free what the draft model holds for all other requests."""
+        """Free the draft model's memory of all other requests."""
         gone = self._read.keys() - set(states)
         self._runner.steps.release([self._read[state] for state in gone])
         for state in gone:
@@ -202,7 +202,7 @@ class ModelProposer:
         return likeliest(logits, self.topk, token_ids=self._runner.token_ids)
 
     def _features(self, states: Sequence[SequenceState], counts: Sequence[int]) -> torch.Tensor:
-        """[T, width]: what the last tokens of each request join, of the target's states."""
+        """[T, width]: the target's states that the last tokens of each request join."""
         assert self._target is not None
         assert self._target.hidden is not None
         table, nums = self._target.req_to_token_pool.req_to_token, np.array(counts)

@@ -34,8 +34,8 @@ class Proposer(Protocol):
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
 
-        The root of each tree is the request's one pending token. The trees are on the host, but
-        for `visible`, which may be on the target's device.
+        The root of each tree is the request's one pending token. The trees are on the host, except
+        `visible`, which may be on the target's device.
         """
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
@@ -94,7 +94,7 @@ class NgramProposer:
         return DraftTree.of(draft_tokens, parents, topk=self.topk)
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
-        """Nothing to do: what was found in a request's text goes with the request."""
+        """Nothing to do: the index of a request's text goes with the request."""
 
     def _tree(self, state: SequenceState, most: int) -> tuple[list[int], Sequence[int]]:
         index = self._indices.get(state)

@@ -33,11 +33,11 @@ class VerifyStep:
         rows: VerifyRows | None = None,
     ) -> None:
         """states: each has a row, one pending token, which is the root of its tree, and room for n
-        tokens in its context. tree: on the host. graphs: if they can run the step, it has as
-        many nodes d for each request as they have. Those after the n are padding, whose K and V go
-        to slot 0; every context has room for them too. ahead: tokens for which requests get slots
-        besides, if they get any and as far as free ones go: later steps then take none. rows:
-        of the last step, which serve this one if it has the same requests. That step is over.
+        tokens in its context. tree: on the host. graphs: if they can run the step, it has as many
+        nodes d for each request as they have. Those after the n are padding, whose K and V go to
+        slot 0; every context has room for them too. ahead: tokens for which requests get further
+        slots, if they get any and as far as free ones go: later steps then take none. rows: of the
+        last step, which serve this one if it has the same requests. That step is over.
         Raises PoolExhausted, changing nothing, without enough slots, and InvalidInput for other
         requests.
         """

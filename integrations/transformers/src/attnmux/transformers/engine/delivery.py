@@ -1,4 +1,4 @@
-"""The tokens of a step on their way to its requests, some of which end with them."""
+"""The tokens of a step on their way to its requests. Some requests end with them."""
 
 from __future__ import annotations
 

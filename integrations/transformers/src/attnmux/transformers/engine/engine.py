@@ -74,8 +74,8 @@ class Engine:
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
         prefix_cache: keep K and V for later prompts that begin with the same tokens. A prefix of a
         model with linear layers counts as cached if its states were kept, see
-        `RunnerOptions.kept_states`. A deterministic runner keeps none, since what others left would
-        cut a prompt elsewhere.
+        `RunnerOptions.kept_states`. A deterministic runner keeps none, since other requests' states
+        would cut a prompt elsewhere.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         accept: which drafts of sampled requests are accepted; None keeps their texts.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts

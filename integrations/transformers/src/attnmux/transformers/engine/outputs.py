@@ -69,7 +69,7 @@ class OutputQueue:
             self._told += told
 
     def add_aborted(self, request: LiveRequest) -> None:
-        """Report what a request had when it was aborted. Its listener hears nothing."""
+        """Report an aborted request with its tokens so far. Its listener hears nothing."""
         self._told.append(TokenOutput(request.id, NOT_A_NUMBER, request.result()))
 
     def ends(self, request: LiveRequest) -> bool:

@@ -262,7 +262,7 @@ class Scheduler:
         return sys.maxsize if self._deterministic else GROWTH
 
     def _window_fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
-        """`_fits` for the window pool, of which no request needs more than its windows."""
+        """`_fits` for the window pool. A request needs no more of it than its windows."""
         most = self._cache.window_need // self._page_size
         if not most:
             return True

@@ -45,7 +45,7 @@ class Speculation:
         runner: StepRunner,
     ) -> None:
         """accept: of sampled requests. Raises InvalidInput for a model with an encoder, and for
-        drafts of which linear layers keep no states."""
+        drafts whose states linear layers do not keep."""
         if cache.steps.max_encoder_len:
             got = "drafts for an encoder-decoder model"
             raise InvalidInput("drafts", got=got, expected="a decoder-only model")
@@ -126,7 +126,7 @@ class Speculation:
         self._running = self._rows = None
 
     def keep_only(self, requests: Iterable[LiveRequest]) -> None:
-        """Free what drafting holds for requests that have ended."""
+        """Free the drafting memory of requests that have ended."""
         self._rows = None
         self._proposer.keep_only([request.state for request in requests])
 

@@ -288,7 +288,7 @@ def _check_folder(path: Path) -> None:
 
 @contextmanager
 def explained(source: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise for a bad checkpoint into InvalidInput."""
+    """Turn errors of transformers and the hub for a bad checkpoint into InvalidInput."""
     try:
         yield
     except AttnmuxError:

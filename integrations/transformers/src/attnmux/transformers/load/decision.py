@@ -87,7 +87,7 @@ def decide(
 
 
 def _with_drafts(request: Request, options: RunnerOptions) -> Request:
-    """The request, with what drafts ask. Raises InvalidInput for who verifies without any."""
+    """The request, with the needs of drafts. Raises InvalidInput for who verifies without any."""
     if options.draft_tokens is not None:
         request = request.replace(
             origin="user",

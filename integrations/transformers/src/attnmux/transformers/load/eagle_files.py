@@ -1,4 +1,4 @@
-"""The files of EAGLE heads, as their authors and SGLang name what is in them.
+"""The files of EAGLE heads, with the names that their authors and SGLang use.
 
 EAGLE 1 and 2: `fc.weight` [width, 2 * width], perhaps `fc.bias`, and `layers.0.*` as in a Llama
 without norms at its ends. EAGLE 3: `fc.weight` [width, layers * the target's width]; `midlayer.*`
@@ -51,7 +51,7 @@ def is_head(folder: str | Path) -> bool:
 
 
 def head_folder(source: str, *, progress: bool = False) -> Path | None:
-    """The folder of an EAGLE head; None for a model, and for what is neither.
+    """The folder of an EAGLE head; None for a model, and for other files.
 
     source: a folder, or an id on the hub, from where the files of a head are downloaded. progress:
     whether to show that. Raises InvalidInput for files that cannot be read.
@@ -77,9 +77,9 @@ def head_folder(source: str, *, progress: bool = False) -> Path | None:
 def hidden_layers(folder: str | Path, target: PreTrainedConfig) -> tuple[int, ...]:
     """`RunnerOptions.hidden_layers` for the target of a head: none for EAGLE 1 and 2.
 
-    They are what the head's config.json names, as SGLang reads it: in `eagle_config` layers whose
-    outputs are read, and by itself, as vLLM reads it, layers whose inputs are. Without, they are
-    the layers before layers 2, n / 2 and n - 3 of n, as of the heads of EAGLE's authors.
+    The head's config.json names them: in `eagle_config` the layers whose outputs are read, as in
+    SGLang, or at the top level the layers whose inputs are read, as in vLLM. Without, they are the
+    layers before layers 2, n / 2 and n - 3 of n, as of the heads of EAGLE's authors.
     Raises InvalidInput for files of something else, and for layers that the target lacks.
     """
     path = at_home(folder)

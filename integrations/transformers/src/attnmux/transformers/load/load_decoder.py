@@ -133,7 +133,7 @@ def _ways(
 ) -> list[Request]:
     """How the model may run as it was recorded, the way that is preferred first.
 
-    Raises InvalidInput for what does not go together with its parts.
+    Raises InvalidInput for options that its parts do not support.
     """
     ways = [] if latent is None else [latent_request(request, latent)]
     ways += [request] if options.mla != "absorbed" else []

@@ -108,7 +108,7 @@ def load_head_runner(
 
 
 def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
-    """Refuse images with what runs text alone."""
+    """Refuse images together with options that run only text."""
     if not options.images:
         return
     hindrances = {
@@ -123,7 +123,7 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
 
 
 def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: RunnerOptions) -> None:
-    """Refuse what several ranks cannot run, and ranks with other plugins or libraries."""
+    """Refuse options that several ranks cannot run, and ranks with other plugins or libraries."""
     if options.ranks.size == 1:
         return
     options.ranks.building.check_libraries(offers)

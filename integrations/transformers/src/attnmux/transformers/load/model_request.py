@@ -28,7 +28,7 @@ def with_kept_dtype(
     options: RunnerOptions,
     scheme: str | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """The layers, of which those that `RunnerOptions.kv_dtype_skip` names store K and V in `dtype`.
+    """The layers. Those that `RunnerOptions.kv_dtype_skip` names store K and V in `dtype`.
 
     scheme: the checkpoint's KV dtype.
     Raises InvalidInput as `kept_layers` does.
@@ -53,13 +53,13 @@ def _kind(layer: LayerSpec) -> str:
 
 
 def without_indexer(stated: Request) -> Request:
-    """The same for contexts of which the indexer picks every key: plain MLA or MHA."""
+    """The same for contexts in which the indexer picks every key: plain MLA or MHA."""
     kind = "mla" if stated.latent else stated.kind
     return stated.replace(origin="model", kind=kind, index_topk=None, index_block_size=None)
 
 
 def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
-    """Refuse a model that does not do what its config.json says.
+    """Refuse a model that contradicts its config.json.
 
     recorded: from `request_of`. config: from `request_from_model`; a latent model is recorded
     expanded and compared as such. A feature that config.json does not mention is no contradiction

@@ -62,20 +62,20 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOptions:
-    """How to run a checkpoint. What is None is left to the checkpoint or to the solver."""
+    """How to run a checkpoint. None leaves a value to the checkpoint or to the solver."""
 
     max_batch_size: int
     """Requests at a time."""
     max_context_len: int
     """Tokens of one request, prompt and answer."""
     max_encoder_len: int | None = None
-    """Encoder tokens of one request in an encoder-decoder model, beside its `max_context_len`; None
-    takes the model's limit, or `max_context_len` if it has none."""
+    """Encoder tokens of one request in an encoder-decoder model, in addition to its
+    `max_context_len`; None takes the model's limit, or `max_context_len` if it has none."""
     max_total_tokens: int | None = None
     """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
     spare_pages: int = 0
-    """Pages of the KV pool beside those of `max_total_tokens`. The branches of a draft model take
-    topk * (steps - 1) for each request, see `ModelProposer`."""
+    """Pages of the KV pool in addition to those of `max_total_tokens`. The branches of a draft
+    model take topk * (steps - 1) for each request, see `ModelProposer`."""
     kept_states: int | None = None
     """Prefixes whose linear layers' states are kept, so that later prompts can begin with them;
     None: as many as `max_batch_size`. Each takes the memory of a request's states, without those of
@@ -191,7 +191,7 @@ class RunnerOptions:
             GraphConfig(batch_sizes=self.graph_sizes)
 
     def _check_deterministic(self) -> None:
-        """Raise InvalidInput for what has other sums in another batch."""
+        """Raise InvalidInput for options whose sums depend on the batch."""
         if not self.deterministic:
             return
         excluded = {

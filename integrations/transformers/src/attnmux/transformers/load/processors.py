@@ -1,4 +1,4 @@
-"""Loads what a checkpoint has for its inputs besides texts."""
+"""Loads a checkpoint's processors of inputs other than text."""
 
 from __future__ import annotations
 

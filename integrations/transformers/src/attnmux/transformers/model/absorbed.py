@@ -1,4 +1,4 @@
-"""Latent attention (MLA) on the latent itself, which is what the KV cache holds.
+"""Latent attention (MLA) on the latent itself, which the KV cache holds.
 
 A model that expands its latent with a linear `kv_b_proj` into every head's K and V runs absorbed
 instead: K's half of that matrix is multiplied into Q, and V's half into the output. Attention then

@@ -123,7 +123,7 @@ def _has(one: LayerCall | LayerSpec) -> tuple[str, ...]:
 def no_mask(
     *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: object
 ) -> None:
-    """A mask function that builds nothing, and refuses what it would have to honour.
+    """A mask function that builds nothing, and refuses masks that it would have to honour.
 
     Raises InvalidInput for a padding mask and for a mask function of the model's own.
     """

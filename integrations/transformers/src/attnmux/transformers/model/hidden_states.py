@@ -32,7 +32,7 @@ class HiddenStates(ModelPart):
     """The results of a model's decoder, or of some of its layers, for each cached token, in the
     token's slot.
 
-    A state lies beside the K and V of its token: who shares, moves or frees the slot has it, and
+    A state is next to the K and V of its token: it is shared, moved and freed with the slot, and
     graphs write it as they write these.
     """
 

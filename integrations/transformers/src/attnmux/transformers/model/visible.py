@@ -37,8 +37,8 @@ class Lens(NamedTuple):
 class VisibleKeys:
     """The keys that the tokens of a step see: the mask that eager attention would get, as lengths.
 
-    Q is [B, Hq, T, D]. K is [B, Hkv, S, D], of which `num_keys` exist from `first_key` on: a static
-    cache holds more.
+    Q is [B, Hq, T, D]. K is [B, Hkv, S, D]; `num_keys` of its keys exist, from `first_key` on: a
+    static cache holds more.
     """
 
     mask_function: MaskFunction
@@ -69,7 +69,7 @@ class VisibleKeys:
         attention_mask: torch.Tensor | None,
         reaches: dict[Hashable, Reach],
     ) -> VisibleKeys:
-        """From what transformers passes to a mask function.
+        """From the arguments that transformers passes to a mask function.
 
         attention_mask: [B, tokens seen so far], 0 for padding. Synchronises with the device if it
         is given, and if a row has several sequences. Raises InvalidInput for a mask of another

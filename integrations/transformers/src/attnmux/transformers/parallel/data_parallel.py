@@ -67,14 +67,14 @@ class WholeHeads(GroupBuilds):
 
 
 class AgreedSteps(GroupSteps):
-    """Steps that differ, of which the ranks agree on the sizes."""
+    """Steps that differ; the ranks agree on their sizes."""
 
     def __init__(self, group: RankGroup, joints: TokenJoints) -> None:
         super().__init__(group)
         self._joints = joints
 
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
-        """Do nothing: `graph_size` agrees on what steps have in common."""
+        """Do nothing: `graph_size` agrees on the steps' common size."""
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
         return self._agreed(batch, graphs).size

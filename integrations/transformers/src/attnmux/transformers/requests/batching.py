@@ -192,7 +192,7 @@ def mask_of(
 ) -> SpecInput | None:
     """The custom mask of a step with spans whose tokens see each other; None without any.
 
-    It replaces causality: a token sees what is before it, itself and its span.
+    It replaces causality: a token sees the tokens before it, itself and its span.
     """
     reaches = [
         _reach(state, start, end) for state, start, end in zip(states, starts, ends, strict=True)

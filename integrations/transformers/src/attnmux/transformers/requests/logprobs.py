@@ -16,7 +16,7 @@ class TokenLogprobs(NamedTuple):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens with theirs, the likeliest first; as many as the request asked for."""
+    """The likeliest tokens with theirs, the likeliest first; as many as the request wants."""
 
 
 class Logprobs:

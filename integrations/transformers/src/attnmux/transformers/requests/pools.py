@@ -33,7 +33,7 @@ from attnmux.transformers.requests.slots import (
 )
 
 WINDOW_STEP_TOKENS = 2048
-"""Prompt tokens of a step for which a window pool has room besides the requests' windows."""
+"""Prompt tokens of a step for which a window pool has room in addition to the requests' windows."""
 
 WINDOW_SHARE = 16
 """A window pool has room for this part of the full pool's tokens in addition to the requests'

@@ -16,7 +16,7 @@ class SequenceState:
     """The tokens of one request, and how many of them have K and V in the cache."""
 
     token_ids: list[int]
-    """The prompt, then what was generated."""
+    """The prompt, then the generated tokens."""
     row: int | None = None
     """Row of the request table, from its first step to its release."""
     num_cached: int = 0

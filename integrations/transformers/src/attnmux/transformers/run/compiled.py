@@ -46,7 +46,7 @@ class ShareProducts(CustomGraphPass):
     """A pass of Inductor that computes equal products once, which it does in training alone."""
 
     def __init__(self, products: frozenset[OpOverload] = frozenset()) -> None:
-        """products: ops of linear layers beside torch's own."""
+        """products: ops of linear layers, in addition to torch's own."""
         self._shared = products.union(SHARED)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -130,7 +130,7 @@ def _whole(linears: list[torch.nn.Linear]) -> torch.nn.Linear:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.nn.Parameter:
-    """The rows of all parts, of which each part becomes a view.
+    """The rows of all parts; each part becomes a view of them.
 
     Parts that were joined before stay where they are, since device graphs may read them.
     """

@@ -70,7 +70,7 @@ def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
 
 
 def product_ops(model: torch.nn.Module) -> frozenset[OpOverload]:
-    """The ops that multiply in the model's compiled layers, beside torch's own."""
+    """The ops that multiply in the model's compiled layers, in addition to torch's own."""
     kernels = {layer.kernel for layer in model.modules() if isinstance(layer, KernelLinear)}
     return frozenset(kernel.op for kernel in kernels if kernel.op is not None)
 

@@ -102,7 +102,7 @@ class ModelOnBackend:
         self.verify_graphs: GraphRunner | None = None
         """Graphs of steps that verify drafts."""
         self.catch_up_graphs: GraphRunner | None = None
-        """Graphs of the steps in which a draft model reads what was accepted."""
+        """Graphs of the steps in which a draft model reads accepted tokens."""
 
     def part(self, kind: type[P]) -> P | None:
         """The model's part of a kind; None without one."""

@@ -117,7 +117,7 @@ class Builds:
         return tokens
 
     def shared_pool(self, own: KVPool, allocator: PagedAllocator) -> tuple[KVPool, PagedAllocator]:
-        """The pool and the allocator of all ranks' slots, of which `own` has this rank's."""
+        """The pool and the allocator of all ranks' slots; `own` has this rank's."""
         return own, allocator
 
     def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
@@ -143,7 +143,7 @@ class Synchronises:
         return step, indices
 
     def end(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The logits that every rank goes on with, [num_rows, vocabulary], of what this one has."""
+        """The logits that every rank continues with, [num_rows, vocabulary], from this rank's."""
         return logits
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
@@ -168,7 +168,7 @@ class Synchronises:
 
 
 class Ranks:
-    """The ranks that run one model, of which this process is one; a single one by default.
+    """The ranks that run one model. This process is one of them; by default there is no other.
 
     Those of several meet in each method of the three, which every rank calls.
     """

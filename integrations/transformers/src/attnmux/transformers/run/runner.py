@@ -1,4 +1,4 @@
-"""A model on its backend: pools, steps and logits, and what makes the steps faster."""
+"""A model on its backend: pools, steps and logits, graphs and compilation."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ class ModelRunner(ModelOnBackend):
     def read_images(self, inputs: Mapping[str, Any]) -> PromptImages:
         """The images of one prompt, for `Engine.add`: see `ImageReader.read`.
 
-        inputs: what the model's processor returns for a text and its images, in torch tensors.
-        Every rank calls it, with the same inputs. Raises InvalidInput for a runner that was not
-        made for images, and as `ImageReader.read`; RanksDiffer for other images on one rank.
+        inputs: the processor's result for a text and its images, in torch tensors. Every rank calls
+        it, with the same inputs. Raises InvalidInput for a runner that was not made for images, and
+        as `ImageReader.read`; RanksDiffer for other images on one rank.
         """
         images = self.part(ImageReader)
         if images is None:

@@ -125,7 +125,7 @@ class EngineStats:
             of_kind.parts[part] += seconds
 
     def add(self, other: EngineStats) -> None:
-        """Count what another rank did meanwhile."""
+        """Count another rank's work."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, int):

@@ -114,7 +114,7 @@ class KernelInput:
 
 
 def check_reach(device: torch.device, elements: int, what: str) -> None:
-    """Refuse K or V of which a GPU's kernel would read other elements than it should.
+    """Refuse K or V if a GPU's kernel would read wrong elements of them.
 
     elements: from the first to the last. Inductor's templates (`load_checked_2d` in
     torch/_inductor/kernel/flex) multiply rows by strides in the index type of the tensors that the

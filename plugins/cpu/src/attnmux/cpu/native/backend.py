@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 FIXED_SPLIT = 1024
-"""Keys of a part if `deterministic` is asked: the cuts must not follow the batch."""
+"""Keys of a part if `deterministic` is set: the cuts must not follow the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

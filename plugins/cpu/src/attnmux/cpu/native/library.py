@@ -240,7 +240,7 @@ def _run(command: list[str]) -> None:
 
 
 def _end(compiler: subprocess.Popen[bytes]) -> None:
-    """End a compiler that runs, and what it started. It removes its files if it is asked to end."""
+    """End a compiler that runs, and what it started. It removes its files on SIGTERM."""
     if not hasattr(os, "killpg"):
         compiler.kill()
         return

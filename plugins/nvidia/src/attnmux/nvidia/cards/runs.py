@@ -9,7 +9,7 @@ TORCH = "torch 2.14.1+cu130"
 
 
 def on_h200(*libraries: str, date: str, cases: int, torch: str = "torch 2.11.0+cu130") -> Verified:
-    """libraries: with their versions, beside torch. date, cases: as in
+    """libraries: with their versions, in addition to torch. date, cases: as in
     benchmarks/results/conformance.md."""
     return Verified(
         on="NVIDIA H200",

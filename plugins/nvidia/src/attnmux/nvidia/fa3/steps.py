@@ -66,7 +66,8 @@ class FA3Buffers:
         )
 
     def reserve_drafts(self, groups: Iterable[KeyGroup], drafts: int, device: torch.device) -> None:
-        """Allocate what trees of `drafts` tokens a request need, unless an earlier capture did."""
+        """Allocate tensors for trees of `drafts` tokens a request, unless an earlier capture
+        did."""
         for group in groups:
             if (group, drafts) not in self.drafts:
                 self.drafts[group, drafts] = Keys.zeros(self.max_num_tokens, drafts, device)

@@ -88,7 +88,7 @@ class PlanGroup:
 
     @property
     def all_keys(self) -> View:
-        """The view without the cut to a window: what a custom mask is laid out for."""
+        """The view without the cut to a window, which custom masks are laid out for."""
         return replace(self.view, window=-1)
 
 

@@ -46,7 +46,7 @@ lengths and indices."""
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Wrapper:
-    """A wrapper of the library, and what its last plan was for."""
+    """A wrapper of the library, and the subject of its last plan."""
 
     library: Any
     shape: tuple[int, int] | None = None

@@ -1,4 +1,5 @@
-"""The base of the backends of DeepSeek's sparse attention: what becomes of an indexer's picks.
+"""The base of the backends of DeepSeek's sparse attention, which turns an indexer's picks into
+slots.
 
 Each layer's indexer writes places in a request, -1 for no key. They become slots of the pool here,
 or rows of the call's own keys if there is no prefix, on the device.

@@ -1,7 +1,7 @@
 """TensorRT-LLM's MLA decode through flashinfer: trtllm-gen on SM100, XQA on SM120.
 
 Queries are one row of latent and rotary part; tables are whole tiles of 128 keys wide; a request
-without keys is not allowed; scales multiply. No kernel is asked for LSE.
+without keys is not allowed; scales multiply. The kernels are called without LSE.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ADDRESS = "triton/triton"
 
 
 def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend | PickedBackend:
-    """Compiles what the layers will need, so that no request waits for a compiler.
+    """Compiles the layers' kernels, so that no request waits for a compiler.
 
     Raises InvalidInput for layers that the kernels do not serve, BackendFailed if this Triton
     cannot drive the device or a kernel does not compile for it.

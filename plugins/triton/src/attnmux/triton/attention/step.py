@@ -93,7 +93,7 @@ class TritonStep:
 
     @property
     def hides(self) -> bool:
-        """Whether a mask or items hide keys, besides causality, windows and chunks."""
+        """Whether a mask or items hide keys, in addition to causality, windows and chunks."""
         is_masked = self.batch.tree_mask is not None
         return is_masked or self.batch.multi_item is not None
 

@@ -67,7 +67,7 @@ class HeadPart:
 
 
 class WideTileAttention:
-    """A layer's launches of `widen_keys`, each followed by one over what it wrote."""
+    """A layer's launches of `widen_keys`, each followed by one over its result."""
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ def _bytes(tree: DraftTree) -> torch.Tensor | None:
 
 
 def _paths(accepted: torch.Tensor, num: int) -> AcceptedDrafts:
-    """Views of what a launch wrote."""
+    """Views of a launch's results."""
     return AcceptedDrafts(
         accept_index=accepted[:, :num],
         predict=accepted[:, num : 2 * num],

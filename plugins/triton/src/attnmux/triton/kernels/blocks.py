@@ -65,8 +65,8 @@ class Sight(NamedTuple):
     """The bias of a key for each place that it is after `position`, times log2(e); read if
     HAS_ALIBI."""
     biases: tl.tensor
-    """The address of what a key at `position` adds to the logit. The values of keys before and
-    after it are on both sides; read if REACH is not below 0."""
+    """The address of the bias of a key at `position`. The values of keys before and after it are on
+    both sides; read if REACH is not below 0."""
 
 
 class Widths(NamedTuple):

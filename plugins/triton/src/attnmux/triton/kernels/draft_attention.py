@@ -1,4 +1,4 @@
-"""The drafts of a tree attend to each other, and take up what they saw of their prefix."""
+"""The drafts of a tree attend to each other, merged with attention to their prefix."""
 
 from __future__ import annotations
 

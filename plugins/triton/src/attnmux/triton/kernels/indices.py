@@ -1,4 +1,4 @@
-"""Builds from lengths and the request table what attention kernels read.
+"""Builds the indices of attention kernels from lengths and the request table.
 
 All lengths, indices and tables are int32, except `rows [B]`, a request's row in the table, int64.
 """

@@ -1,4 +1,4 @@
-"""Packs the results of all heads for an exchange between ranks, and merges what came back."""
+"""Packs the results of all heads for an exchange between ranks, and merges those of all ranks."""
 
 from __future__ import annotations
 

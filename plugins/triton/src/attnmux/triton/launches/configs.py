@@ -38,7 +38,7 @@ class TileConfig:
     constants: FrozenMapping[int] = NOTHING
     """Further constants of a kernel that is not the portable one, by name."""
     options: FrozenMapping[int] = NOTHING
-    """The compiler's options besides `num_warps`."""
+    """The compiler's options other than `num_warps`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -159,7 +159,7 @@ SHARE_KERNELS: Mapping[str, AttentionKernel] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatch:
-    """Chooses a layer's launch configurations, each of which names its kernel."""
+    """Chooses a layer's launch configurations. Each names its kernel."""
 
     traits: LayerTraits
     arch: str

@@ -31,7 +31,7 @@ KINDS: Mapping[str, type[Config]] = {
 }
 """Kinds of configurations: for prompts, for chains of drafts in tiles, and for few new tokens."""
 MAXNREG = "maxnreg"
-"""The compiler's option that portable kernels take besides."""
+"""A further compiler option of portable kernels."""
 NUMBERS = ("k_dim", "v_dim", "rows", "page", "key_bits")
 """The fields of `TunedLaunch.subject` after the kind: columns of K and of V, query heads of a KV
 head times new tokens of a request (for tiles, the heads), the page size of the kernel's table, and
@@ -46,7 +46,7 @@ class Variants:
     """Whole configurations. None for a kernel that takes any numbers: its warps and registers
     follow from these, where kernels that share registers out among their warps may hang."""
     axes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Values of single fields, each of which fits every base."""
+    """Values of single fields. Each fits every base."""
 
     def read(self, values: Mapping[str, OptionValue]) -> Config | None:
         """The configuration that `values_of` wrote; None if it is not one of these."""

@@ -39,7 +39,7 @@ class StatePass:
     read: tuple[torch.Tensor | int | None, ...]
     """Arguments that both kernels read, from k to last."""
     new: torch.Tensor
-    """[T, Hv, V]: U, or what is made the new values."""
+    """[T, Hv, V]: U, or the values from which the new ones are made."""
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """The states [rows, Hv, K, V] float32, rows [B] int64, and cached tokens [B] int32."""
     options: Mapping[str, Any]

@@ -185,8 +185,8 @@ class ChunkRun:
 
     @property
     def _output_block(self) -> int:
-        """Columns of V that one program makes: all of 128 if what it reads of them fits, so that
-        the weights of a chunk are made once."""
+        """Columns of V that one program makes: all of 128 if they fit, so that the weights of a
+        chunk are made once."""
         block_k = self._shape["BLOCK_K"]
         read = 2 * CHUNK * block_k + WIDE_BLOCK * (block_k + CHUNK)
         fits = read * self.call.v.dtype.itemsize <= self.device.shared_memory

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearDevice:
-    """The device's limits, and what its compiler takes."""
+    """The device's limits, and its compiler's options."""
 
     compute_units: int
     shared_memory: int = 0

@@ -22,7 +22,7 @@ class RanksBlocks(Protocol):
     ) -> torch.Tensor:
         """[R, n, H, blocks] float32; -inf for blocks that a token does not see.
 
-        index_q: [R, n, Hi, Di] float32. rows: [R, S, width] float32, what the indexer keeps of the
+        index_q: [R, n, Hi, Di] float32. rows: [R, S, width] float32, the indexer's rows of the
         tokens from the first of a block on. positions: [R, n], each token's place among these rows;
         below 0 it is before them.
         """

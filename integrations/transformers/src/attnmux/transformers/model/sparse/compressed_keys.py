@@ -1,8 +1,8 @@
 """Layers whose tokens see a window of keys and, in the same softmax, keys that each stand for a
 block of tokens: all of those up to the token, or those that an indexer picks (DeepSeek-V4).
 
-A backend serves the window. What it returns is merged by LSE with attention to the keys of blocks,
-and with the sinks.
+A backend serves the window. LSE merges its result with attention to the keys of blocks, and with
+the sinks.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class CompressedKeys:
     ) -> None:
         """Keep rows [T, row_dim] of a step's tokens, and the keys of blocks that end with one.
 
-        captured: shapes are static, as device graphs require. Drafts of a step are chains: what
-        was rejected is overwritten.
+        captured: shapes are static, as device graphs require. Drafts of a step are chains: rejected
+        tokens are overwritten.
         """
         pool, size = self.pool, self.pool.shape.block_size
         pool.rows.set_keys(layer_id, pool.own_slots(batch.out_cache_loc), rows)

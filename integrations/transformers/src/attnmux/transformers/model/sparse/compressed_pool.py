@@ -1,4 +1,4 @@
-"""Keys that each stand for a block of tokens, and what they are made of, in the slots of a KV
+"""Keys that each stand for a block of tokens, and the rows they are made from, in the slots of a KV
 pool."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CompressedShape:
 
 
 class CompressedPool:
-    """A key lies where the last token of its block lies, so that whoever begins with another
+    """A key is at the slot of its block's last token. So a request that begins with another
     request's tokens has their keys, and the allocator of the KV pool counts both.
 
     Rows lie in slots of the layers' own buffers: a pool of windows keeps them as long as K and V.

@@ -104,7 +104,7 @@ class Compressors(ModelPart):
         )
 
     def bytes_per_token(self, decision: Decision) -> TokenBytes:
-        """Bytes of keys, and of what they are made of."""
+        """Bytes of keys, and of the rows that they are made from."""
         parts = [
             CompressedPool.bytes_per_token(
                 shape,
@@ -186,7 +186,7 @@ def has_compressors(model_class: type[torch.nn.Module]) -> bool:
 
 
 def check_blocks(options: RunnerOptions) -> None:
-    """Raise InvalidInput for what does not go together with keys of blocks."""
+    """Raise InvalidInput for options that do not go together with keys of blocks."""
     if options.draft_topk > 1:
         expected = "1, chains of drafts: a key stands for a block of places"
         raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)

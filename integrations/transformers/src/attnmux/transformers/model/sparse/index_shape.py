@@ -28,5 +28,5 @@ class IndexShape:
 
     @property
     def reach(self) -> int:
-        """The longest context of which they pick every key."""
+        """The longest context in which they pick every key."""
         return self.topk * (self.block_size or 1)

@@ -1,6 +1,6 @@
-"""Sparse attention: modules of a model that pick what each layer sees.
+"""Sparse attention: modules of a model that pick the keys of each layer.
 
-An indexer's projections, norms and rotary function are the model's; its keys go to a pool beside
+An indexer's projections, norms and rotary function are the model's; its keys go to a pool next to
 the KV pool, and its picks to the batch. No model is recognised by its name: an indexer is a module
 with the parts of one whose own forward picks as ours does.
 """
@@ -75,8 +75,8 @@ class Indexers(ModelPart):
 
     @classmethod
     def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Indexers | None:
-        """None also if one is not known, which recording refuses, and for contexts of which
-        they pick every key. Raises InvalidInput for indexers that differ from each other."""
+        """None also for an unknown one, which recording refuses, and for contexts in which they
+        pick every key. Raises InvalidInput for indexers that differ from each other."""
         found = [
             known_as(child, owner)
             for owner in model.modules()
@@ -106,7 +106,7 @@ class Indexers(ModelPart):
             indexer.owner.register_forward_pre_hook(unmasked, with_kwargs=True)
 
     def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """The layers, of which those with an indexer of blocks see blocks.
+        """The layers; those with an indexer of blocks see blocks.
 
         Raises InvalidInput if its heads do not fit the layer's, or the layer hides other keys.
         """

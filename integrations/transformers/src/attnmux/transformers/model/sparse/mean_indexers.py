@@ -1,4 +1,4 @@
-"""Modules of a model that pick blocks of keys by the mean of what they keep of each block's tokens.
+"""Modules of a model that pick blocks of keys by the mean of their rows of each block's tokens.
 
 Qwen4-Exp has such indexers in its attention layers.
 """

@@ -57,7 +57,7 @@ class Rooms:
     k_rope: gl.shared_memory_descriptor
     """[STAGES, BLOCK_N, ROPE]."""
     weights: gl.shared_memory_descriptor
-    """[ROWS, BLOCK_N]: what the leading warpgroup passes to the following one."""
+    """[ROWS, BLOCK_N]: passed from the leading warpgroup to the following one."""
     factors: gl.shared_memory_descriptor
     """[ROWS] float32: passed with the weights; at the end of a tile, the rows' masses."""
     q_full: gl.shared_memory_descriptor
@@ -206,9 +206,9 @@ def copy_queries(queries, tile, rooms, filled):
 def copy_keys(keys, table, first_slot, start, turns, queries, tile, rooms, done, filled):
     """Copy a tile's queries, and `turns` blocks of keys from the start-th key on.
 
-    keys: k [slots, 512] and k_tail [slots, 64] with their strides; without a k_tail, it is what
-    follows k in its rows. table: the slots of the request's keys; None if these lie side by side
-    from first_slot on.
+    keys: k [slots, 512] and k_tail [slots, 64] with their strides; without a k_tail, it follows k
+    in its rows. table: the slots of the request's keys; None if these lie side by side from
+    first_slot on.
     done, filled: blocks and queries copied so far. Returns what they are afterwards.
     """
     k, k_stride, k_tail, k_tail_stride = keys

@@ -73,8 +73,8 @@ def met_by(
     """of_queries, of_keys [T, T] and the sums over channels of x_i exp(G_i - G_j) k_j for j <= i,
     with x of queries, and of keys.
 
-    queries, keys, within (G) [T, channels] float32. What is above the diagonal has no meaning, and
-    may be no number.
+    queries, keys, within (G) [T, channels] float32. Values above the diagonal have no meaning, and
+    may be no numbers.
     """
     reached = since(within, place, NEAR, NEAR // 2 - 1)
     others = tl.trans(keys * tl.exp(-reached))

@@ -195,8 +195,8 @@ def join_spans(
 ):  # fmt: skip
     """S before each span, `joined` [B * SPANS, Hv, K, V] float32. Grid (blocks of V, Hv, B).
 
-    A is read in blocks of 32 columns, and what they meet of S from where it was written: a whole A
-    does not fit into the shared memory of every device.
+    A is read in blocks of 32 columns, and their rows of S from global memory: a whole A does not
+    fit into the shared memory of every device.
     """
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
