@@ -69,7 +69,7 @@ class ExpandedPrompts(Part):
         if not served:
             return ()
         reader = served["prompts"]["extend"]
-        return [f"{reader} serves prompts with expanded heads, where that takes fewer operations"]
+        return [f"{reader} serves prompts with expanded heads, if that takes fewer operations"]
 
 
 class LinearLayers(Part):

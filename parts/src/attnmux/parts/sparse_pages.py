@@ -182,7 +182,7 @@ class SparseAttnBackend(CompositeBackend):
         """Raises InvalidInput for steps of drafts."""
         mode = batch.forward_mode
         if mode.is_target_verify() or mode.is_draft_extend():
-            expected = "no drafts, where decoding chooses pages"
+            expected = "no drafts, if decoding chooses pages"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
         return mode.is_decode()
 

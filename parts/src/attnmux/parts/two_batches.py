@@ -31,7 +31,7 @@ class TboAttnBackend(DispatchingBackend):
         padding rows of different lengths, since one graph runner pads for all."""
         super().__init__(primary.context, (primary, *children))
         if len({id(each) for each in (primary, *children)}) != 3:
-            expected = "two backends besides primary: each has a step of its own in flight"
+            expected = "two backends other than primary: each has a step of its own in flight"
             raise InvalidInput("children", got="one backend twice", expected=expected)
         self.check_context("children", primary, *children)
         self.check_padding("children", primary, *children)

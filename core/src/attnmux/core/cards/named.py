@@ -92,7 +92,7 @@ def _how_to_get(backend: str, distribution: str, libraries: Libraries) -> str:
         return f"{backend} comes with {distribution}: pip install {distribution}"
     return (
         f"{backend} belongs to {distribution}, but the installed version {version} does not offer "
-        "it, failed to load (`attnmux backends` says so), or is excluded by the configuration"
+        "it, failed to load (see `attnmux backends`), or is excluded by the configuration"
     )
 
 

@@ -62,12 +62,12 @@ class Verified(Plain):
             expected = "VENDOR:ARCH, or nothing for an emulator"
             raise refusal("verified, platform", self.platform, expected)
         if self.platform and self.interpreted:
-            expected = "nothing where the kernels were interpreted"
+            expected = "nothing if the kernels were interpreted"
             raise refusal("verified, platform", self.platform, expected)
         if self.compiled and not self.platform:
             raise refusal("verified, platform", self.platform, "that which was compiled for")
         if self.compiled and self.cases:
-            raise refusal("verified, cases", self.cases, "0 where the kernels only compiled")
+            raise refusal("verified, cases", self.cases, "0 if the kernels only compiled")
         try:
             date.fromisoformat(self.date)
         except ValueError:

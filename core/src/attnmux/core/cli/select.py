@@ -71,7 +71,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
     "engine_name",
     metavar="NAME",
     shell_complete=ENGINES,
-    help="Ask what this engine asks, and print its commands: vllm, sglang.",
+    help="Make this engine's request, and print its commands: vllm, sglang.",
 )
 @click.option(
     "--explain",

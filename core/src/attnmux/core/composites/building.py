@@ -136,7 +136,7 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
         raise InvalidInput(
             "context.token_to_kv_pool",
             got="slots or heads with gaps between them",
-            expected="none, as the request says: choose again with strided_kv set",
+            expected="none, as in the request: choose again with strided_kv set",
         )
     for group, own in group_contexts(decision, context):
         for dtype in own.token_to_kv_pool.dtypes:

@@ -66,7 +66,7 @@ def diagnosis(
         problem = f"{vendor.distribution} is broken ({broken[0].error})"
         can_be_named = {row.stage for row in broken} == {"platforms"}
         if broken[0].stage == "platforms":
-            fix = "repair what the error names: the driver, its library or the container"
+            fix = "repair the driver, its library or the container, as the error says"
         else:
             fix = f"pip install --force-reinstall {vendor.distribution}"
     elif vendor.distribution in loaded:

@@ -87,8 +87,8 @@ class DeviceGraphs(ABC):
             raise GraphUnsupported(
                 f"{owners} both provide graphs of {kind!r} devices: deny one of them (deny_plugins)"
                 if offered
-                else f"no graphs for {kind!r} devices, only for cuda and where a plugin provides "
-                "them: run eagerly, or pass RecordingGraphs() to test a step without such a device"
+                else f"no graphs for {kind!r} devices, only for cuda and devices of plugins that "
+                "provide them: run eagerly, or pass RecordingGraphs() to test a step without such a device"
             )
         ((owner, point),) = offered.items()
         try:

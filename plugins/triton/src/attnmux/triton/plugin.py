@@ -187,7 +187,7 @@ OPTIONS = (
         default=0,
         least=0,
         most=1 << 20,
-        summary="tokens a part of a request's keys, more where there would be more parts than "
+        summary="tokens a part of a request's keys, more if there would be more parts than "
         "num_kv_splits or else 32; 0: as num_kv_splits says",
     ),
     Option(

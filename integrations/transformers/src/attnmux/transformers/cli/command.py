@@ -202,7 +202,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--deterministic",
     is_flag=True,
-    help="Keep each prompt's bits the same, whatever other prompts run beside it. Slower. Also the "
+    help="Keep each prompt's bits the same, whatever other prompts run at the same time. Slower. Also the "
     "setting deterministic.",
 )
 @click.option(

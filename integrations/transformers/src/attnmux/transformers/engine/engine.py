@@ -108,7 +108,7 @@ class Engine:
             expected = "none: steps that verify have other sums than those that decode"
             raise InvalidInput("drafts", got="some, of a deterministic runner", expected=expected)
         if drafts is not None and runner.ranks.requests.num_parts > 1:
-            expected = "none where ranks have requests of their own"
+            expected = "none if ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
             self._speculation = Speculation(drafts, self._cache, self.stats, accept, runner)

@@ -275,7 +275,7 @@ def _check_folder(path: Path) -> None:
         raise InvalidInput("model", got=got, expected=CHECKPOINT)
     has_config, has_adapter = ((path / name).is_file() for name in ("config.json", ADAPTER))
     if has_adapter:
-        what = "beside a full model" if has_config else "and no model"
+        what = "next to a full model" if has_config else "and no model"
         expected = (
             "a model alone: merge the adapter into its base (peft's merge_and_unload, then "
             f"save_pretrained), or move {ADAPTER} and the adapter's weights to another folder, if "

@@ -179,7 +179,7 @@ def _token_ids(path: Path, own: LlamaConfig, offsets: torch.Tensor) -> torch.Ten
     """The target's ids of the head's tokens. Raises InvalidInput for others than it has."""
     ids = torch.arange(len(offsets)) + offsets.long()
     if not bool(((ids >= 0) & (ids < own.vocab_size)).all()):
-        got = f"{path}, where d2t leads to tokens {int(ids.min())} to {int(ids.max())}"
+        got = f"{path}, whose d2t leads to tokens {int(ids.min())} to {int(ids.max())}"
         raise InvalidInput("draft", got=got, expected=f"tokens below {own.vocab_size}")
     return ids
 
@@ -193,7 +193,7 @@ def _fill(
     wrong = shapes.keys() ^ named.keys()
     wrong |= {name for name in shapes.keys() & named if named[name].shape != shapes[name]}
     if wrong:
-        got = f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of other shape"
+        got = f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of another shape"
         raise InvalidInput("draft", got=got, expected=FILES)
     head.load_state_dict(named)
     nn.Module.to(head, device=target.device, dtype=target.dtype).eval()

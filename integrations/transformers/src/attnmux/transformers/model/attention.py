@@ -105,7 +105,7 @@ def check_recorded(call: LayerCall, layer: LayerSpec) -> None:
     if now != recorded:
         raise InvalidInput(
             f"layer {call.layer_id}",
-            got=f"(scaling, window, logit cap, what each head has) = {now}",
+            got=f"(scaling, window, logit cap, tensors of heads) = {now}",
             expected=f"{recorded}, as recorded when the backend was built",
         )
 

@@ -162,7 +162,7 @@ def _kv_bytes(
         taken = states.nbytes
         if taken >= given:
             what, hint = states.described
-            what += ", beside a KV pool, in bytes"
+            what += ", next to a KV pool, in bytes"
             raise PoolExhausted(what, wanted=taken, available=given, hint=hint)
     taken += _copies_bytes(decision, capacity, stored)
     left = max(given - taken, 0)

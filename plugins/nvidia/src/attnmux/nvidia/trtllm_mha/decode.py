@@ -105,7 +105,7 @@ class XQADecode(Decode):
                 raise InvalidInput(
                     "sinks",
                     got=f"sinks of groups of {group} heads in a verify step of {drafts} drafts",
-                    expected=f"groups of which {BLOCK_ROWS} rows are a multiple, or fewer rows",
+                    expected=f"groups that divide {BLOCK_ROWS} rows, or fewer rows",
                 )
 
     def _launch(

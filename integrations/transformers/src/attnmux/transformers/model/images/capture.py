@@ -206,7 +206,7 @@ class ImageReader(ModelPart):
         raise InvalidInput(
             "images",
             got=got,
-            expected="what the processor returns for one prompt in torch tensors: input_ids [1, P]",
+            expected="the processor's result for one prompt in torch tensors: input_ids [1, P]",
         )
 
     def _run(self, given: Mapping[str, torch.Tensor]) -> _Handed:

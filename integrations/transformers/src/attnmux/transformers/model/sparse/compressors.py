@@ -191,5 +191,5 @@ def check_blocks(options: RunnerOptions) -> None:
         expected = "1, chains of drafts: a key stands for a block of places"
         raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
     if options.ranks.size > 1:
-        expected = "1: what keys are made of is not split"
+        expected = "1: the rows for keys are not split"
         raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
