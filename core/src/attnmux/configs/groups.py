@@ -78,7 +78,7 @@ def _kind(kind: str, of_heads: str, limits: Mapping[str, Any]) -> str:
 def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
     """The needs of layers of one shape together: windows and chunks have one size in a model."""
     return {
-        name: next((each[name] for each in features if each[name]), unset)
+        name: next((feature[name] for feature in features if feature[name]), unset)
         for name, unset in (("sliding_window", None), ("attention_chunk", None), ("sinks", False))
     }
 

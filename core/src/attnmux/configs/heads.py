@@ -84,7 +84,7 @@ def latent_heads(values: Mapping[str, Any], tp: int) -> dict[str, Any]:
 
 def linear_dims(values: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
     """K and V dims of the recurrent states, if config.json states them."""
-    if LINEAR.isdisjoint(BESIDE.get(each, each) for each in types):
+    if LINEAR.isdisjoint(BESIDE.get(kind, kind) for kind in types):
         return {}
     nested = values.get("linear_attn_config")
     known = (
@@ -138,7 +138,7 @@ LayerValues = tuple[str, Mapping[str, Any]]
 
 def differing_shapes(values: Mapping[str, Any]) -> set[str]:
     """The shapes in which layers differ, by the names in config.json."""
-    differing = {name for own in _stated(values).values() for name in own} & SHAPES
+    differing = {name for stated in _stated(values).values() for name in stated} & SHAPES
     for names in (OF_FULL_LAYERS, OF_WINDOW_LAYERS):
         for own, name in names.items():
             if values.get(own) not in (None, values.get(name)):
@@ -148,7 +148,7 @@ def differing_shapes(values: Mapping[str, Any]) -> set[str]:
         differing |= {n for n in SHAPES & other.keys() if other[n] != values.get(n, other[n])}
     for name in LISTED:
         each = values.get(name)
-        if isinstance(each, list) and any(one != each[0] for one in each):
+        if isinstance(each, list) and any(value != each[0] for value in each):
             differing.add(name)
     groups = {part.get("n_heads_in_group") for part in _pruned(values)}
     return differing | ({"num_key_value_heads"} if len(groups - {None}) > 1 else set())
@@ -180,7 +180,9 @@ def attention_layers(values: Mapping[str, Any]) -> dict[int, LayerValues]:
 def _count(values: Mapping[str, Any]) -> int | None:
     """The number of layers; None if it is unknown, or if lists have other lengths."""
     listed = [values[name] for name in LISTED if isinstance(values.get(name), list)]
-    counts = {len(each) for each in (values["layer_types"], *listed, _pruned(values)) if each}
+    counts = {
+        len(listing) for listing in (values["layer_types"], *listed, _pruned(values)) if listing
+    }
     stated = values.get("num_hidden_layers")
     if not counts and isinstance(stated, int) and is_whole(stated, 1):
         counts = {stated}

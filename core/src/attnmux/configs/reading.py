@@ -51,7 +51,7 @@ def request_from_model(
     dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(path)
     config = _with_quantisation(path)
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
-    asked = {name: Request.canonical_dtype(one, name) for name, one in dtypes.items() if one}
+    asked = {name: Request.canonical_dtype(value, name) for name, value in dtypes.items() if value}
     try:
         fields = read_model(
             config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights

@@ -47,9 +47,9 @@ def values_of(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
     model_type = str(stated(parts, "model_type") or "")
     family = family_of({"model_type": model_type})
     values = {**family.defaults, **parts[-1], "model_type": model_type}
-    for name, own in family.names.items():
+    for name, renamed in family.names.items():
         if values.get(name) is None:
-            values[name] = _at(values, own)
+            values[name] = _at(values, renamed)
     for name, value, implied in family.when:
         if _at(values, name) == value:
             values |= implied

@@ -65,7 +65,7 @@ class KeysOfRanks:
         if layer.kind == "mla":
             rows = self._rows(k_buffer, read, heads).to(dtype)
             return rows, rows[..., : layer.v_head_dim]
-        k, v = (self._rows(each, read, heads).to(dtype) for each in (k_buffer, v_buffer))
+        k, v = (self._rows(buffer, read, heads).to(dtype) for buffer in (k_buffer, v_buffer))
         return k, v
 
     def _rows(self, buffer: torch.Tensor, read: torch.Tensor, heads: HeadSplit) -> torch.Tensor:
@@ -146,7 +146,7 @@ class InterleavedAttnBackend(AttentionBackend):
         self.decode.init_cuda_graph_state(max_bs, max_bs)
         if self.prefixes is not None:
             self.prefixes.init_cuda_graph_state(max_bs, max_bs)
-        if not any(each.has_room(max_bs, max_num_tokens) for each in self._buffers):
+        if not any(buffer.has_room(max_bs, max_num_tokens) for buffer in self._buffers):
             self._buffers.append(StepBuffers.of(max_bs, max_num_tokens, self.context.device))
 
     def init_forward_metadata_out_graph(
@@ -277,7 +277,9 @@ class InterleavedAttnBackend(AttentionBackend):
         if layer.sinks is not None:  # whose weight would otherwise count what was computed
             out = torch.where(step.has_keys.unsqueeze(-1), out, 0)
         if width:
-            out, lse = (SeenPrefixes.as_tokens(each, groups, width, most) for each in (out, lse))
+            out, lse = (
+                SeenPrefixes.as_tokens(tensor, groups, width, most) for tensor in (out, lse)
+            )
         return exchange_and_merge(self._heads.group, out, lse, self._merger)
 
     def _verified(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:

@@ -44,7 +44,7 @@ class RankStep:
         lens_cpu = batch.seq_lens_cpu
         if lens_cpu is not None:
             lens_cpu = interleaving.lens(lens_cpu).clamp(min=1)
-        room = next((each for each in buffers if each.holds(batch)), None)
+        room = next((buffer for buffer in buffers if buffer.holds(batch)), None)
         if room is not None:
             lens, mine, has_keys, positions = room.copy(lens, mine, has_keys, positions)
         writes = replace(batch, out_cache_loc=mine)

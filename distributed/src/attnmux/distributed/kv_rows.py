@@ -31,7 +31,7 @@ class KVRows:
         """Dtype of the integers."""
         widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
         parts = self._part_bytes
-        return next(each for each in widths if not any(size % each.itemsize for size in parts))
+        return next(width for width in widths if not any(size % width.itemsize for size in parts))
 
     @property
     def width(self) -> int:
@@ -53,7 +53,7 @@ class KVRows:
 
     def split(self, rows: torch.Tensor) -> Stored:
         """Views of rows as the values that they hold."""
-        widths = [each // rows.itemsize for each in self._part_bytes]
+        widths = [size // rows.itemsize for size in self._part_bytes]
         parts = torch.split(rows, widths, dim=1)
         return tuple(
             part.view(self.pool.dtype).view(-1, *shape)

@@ -64,7 +64,7 @@ class ChunkGather:
         moves = [(chunk.view(torch.uint8), step.owner(n)) for n, chunk in enumerate(chunks)]
         self._rounds: list[Pending] = []
         for start in range(0, len(moves), chunks_at_once):
-            some = [each for each in moves[start : start + chunks_at_once] if len(each[0])]
+            some = [move for move in moves[start : start + chunks_at_once] if len(move[0])]
             values, owners = [chunk for chunk, _ in some], [owner for _, owner in some]
             self._rounds.append(group.start_broadcasts(values, owners))
         self._waited = 0

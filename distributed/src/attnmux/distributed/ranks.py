@@ -164,7 +164,7 @@ class RankGroup:
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._run("exchanging numbers", lambda: dist.all_gather(found, mine, group=self.hosts))
-        return [each.tolist() for each in found]
+        return [tensor.tolist() for tensor in found]
 
     def tell(self, text: str, *, root: int = 0) -> str:
         """The text of rank `root`, on every rank."""
@@ -241,11 +241,11 @@ class RankGroup:
         moves = [
             dist.P2POp(
                 dist.isend if root == self.rank else dist.irecv,
-                each,
+                value,
                 group=self.devices,
                 group_peer=peer,
             )
-            for each, root in zip(values, roots, strict=True)
+            for value, root in zip(values, roots, strict=True)
             for peer in (range(self.size) if root == self.rank else (root,))
             if peer != self.rank
         ]

@@ -167,9 +167,9 @@ def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> 
     expanded, absorbed: `plugin/name` of both backends.
     """
     subject = crossing_subject(absorbed, context.request)
-    for each in TunedLaunch.current(context.launches, expanded, context.platform):
-        if dict(each.subject) == subject:
-            return float(each.values["crossing"])
+    for launch in TunedLaunch.current(context.launches, expanded, context.platform):
+        if dict(launch.subject) == subject:
+            return float(launch.values["crossing"])
     return None
 
 

@@ -146,7 +146,7 @@ def attend_to_drafts(
     k = KVPool.gather_rows(keys.k, keys.slots).float() * keys.k_scale
     v = KVPool.gather_rows(keys.v, keys.slots).float() * keys.v_scale
     prefixes, prefixes_lse = (
-        SeenPrefixes.as_tokens(each, groups, width, drafts) for each in (seen_out, seen_lse)
+        SeenPrefixes.as_tokens(tensor, groups, width, drafts) for tensor in (seen_out, seen_lse)
     )
     return among_drafts(q, k, v, layer, trees.visible, prefixes, prefixes_lse, lse=lse)
 
@@ -172,7 +172,7 @@ def among_drafts(
     size, width, _ = visible.shape
     shape, heads = q.shape[:2], k.shape[1]
     queries = q.float().reshape(size, width, heads, q.shape[1] // heads, q.shape[2])
-    k, v = (each.reshape(size, width, *each.shape[1:]) for each in (k, v))
+    k, v = (tensor.reshape(size, width, *tensor.shape[1:]) for tensor in (k, v))
     logits = torch.einsum("bihgc,bjhc->bhgij", queries, k) * layer.scaling
     if layer.logit_cap > 0:
         logits = torch.tanh(logits / layer.logit_cap) * layer.logit_cap

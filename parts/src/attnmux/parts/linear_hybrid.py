@@ -104,11 +104,11 @@ class HybridLinearAttnBackend(DispatchingBackend):
         return self if child is self.full else HybridLinearAttnBackend(child, self._linear)
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
-        return ((each, batch) for each in (self.full, *self._linear.values()))
+        return ((backend, batch) for backend in (self.full, *self._linear.values()))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for each in (self.full, *self._linear.values()):
-            each.init_cuda_graph_state(max_bs, max_num_tokens)
+        for backend in (self.full, *self._linear.values()):
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
 
 def make_linear_layers(

@@ -168,7 +168,7 @@ class PageBounds:
         self._pool = pool
         self._kernels = PlainPages() if kernels is None else kernels
         pages = pool.num_slots // pool.page_size
-        shapes = [(pages, *pool.get_key_buffer(each).shape[1:]) for each in layer_ids]
+        shapes = [(pages, *pool.get_key_buffer(layer_id).shape[1:]) for layer_id in layer_ids]
         what = f"bounds of {pages} pages in {len(shapes)} layers"
         buffers = KVPool.allocate_zeroed(
             shapes * 2,
@@ -182,7 +182,7 @@ class PageBounds:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (*self._lower.values(), *self._upper.values()))
+        return sum(bounds.nbytes for bounds in (*self._lower.values(), *self._upper.values()))
 
     def of(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The lower and the upper bounds of a layer's pages, [pages, Hkv, D] each."""

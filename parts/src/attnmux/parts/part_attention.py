@@ -28,12 +28,12 @@ class PartAttention(Generic[K]):
         """backends: one or more, all alike. layers, pool: of the context that
         `PartAttention.context_of` got.
         Raises InvalidInput for no backend, and for backends of other contexts."""
-        contexts = [each.context for each in backends]
-        if not contexts or any(each.token_to_kv_pool is not pool for each in contexts):
+        contexts = [context.context for context in backends]
+        if not contexts or any(context.token_to_kv_pool is not pool for context in contexts):
             got = "backends of another context" if contexts else "none"
             raise InvalidInput("backends", got=got, expected="backends of a part context")
-        for each in contexts:
-            self.layers = part_layers(layers, each)
+        for context in contexts:
+            self.layers = part_layers(layers, context)
         self.backends = tuple(backends)
         self.begin(())
 
@@ -137,9 +137,9 @@ def part_layers(
     """
     held = of_parts.token_to_kv_pool.layer_ids
     by_shape = {
-        _shape(own): (own, cross)
-        for own, cross in zip(of_parts.layers[::2], of_parts.layers[1::2], strict=False)
-        if own.layer_id not in held and cross.is_cross_attention
+        _shape(layer): (layer, cross)
+        for layer, cross in zip(of_parts.layers[::2], of_parts.layers[1::2], strict=False)
+        if layer.layer_id not in held and cross.is_cross_attention
     }
     shapes = list(map(_shape, _own_layers(layers, of_parts.request)))
     if set(shapes) != by_shape.keys():

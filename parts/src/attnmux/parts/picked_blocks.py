@@ -89,7 +89,8 @@ class PlainBlocks:
             some = slice(start, start + at_once)
             slots, hidden = self._slots(layer.layer_id, picked, some)
             k, v = (
-                _gathered(each, slots, of_head.view(1, -1, 1), hidden) for each in (keys, values)
+                _gathered(buffer, slots, of_head.view(1, -1, 1), hidden)
+                for buffer in (keys, values)
             )
             logits = torch.einsum("tpgd,tpkd->tpgk", groups[some].float(), k)
             logits = logits * (layer.scaling * k_scale)

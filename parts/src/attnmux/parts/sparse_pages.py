@@ -115,7 +115,7 @@ class SparseAttnBackend(CompositeBackend):
         self.chosen = chosen
         self._kernels = PlainPages() if kernels is None else kernels
         self.bounds = PageBounds(
-            context.token_to_kv_pool, [each.layer_id for each in context.layers], kernels
+            context.token_to_kv_pool, [layer.layer_id for layer in context.layers], kernels
         )
         self._page_size = context.token_to_kv_pool.page_size
         self._pages = chosen.context.max_context_len // self._page_size

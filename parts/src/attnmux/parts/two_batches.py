@@ -30,7 +30,7 @@ class TboAttnBackend(DispatchingBackend):
         """Raises InvalidInput for children of another context, the primary itself as a child, and
         padding rows of different lengths, since one graph runner pads for all."""
         super().__init__(primary.context, (primary, *children))
-        if len({id(each) for each in (primary, *children)}) != 3:
+        if len({id(backend) for backend in (primary, *children)}) != 3:
             expected = "two backends other than primary: each has a step of its own in flight"
             raise InvalidInput("children", got="one backend twice", expected=expected)
         self.check_context("children", primary, *children)

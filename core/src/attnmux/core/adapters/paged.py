@@ -152,7 +152,7 @@ class DecodeStep:
         if self.may_be_empty:
             self.lens = KeyLens.of(batch.seq_lens, self.buffers.lens if self.buffers else None)
             self.keys = {
-                group: each.with_lens(self.lens.at_least_one) for group, each in self.keys.items()
+                group: key.with_lens(self.lens.at_least_one) for group, key in self.keys.items()
             }
 
     def replace_empty(self, rows: torch.Tensor) -> None:

@@ -52,10 +52,10 @@ def _check_alternatives(name: str, alternatives: tuple[str, ...]) -> None:
 
 
 def _read_requires(name: str, value: Any) -> tuple[str | tuple[str, ...], ...]:  # noqa: ANN401  # as above
-    if not isinstance(value, tuple) or not all(isinstance(each, (str, tuple)) for each in value):
+    if not isinstance(value, tuple) or not all(isinstance(item, (str, tuple)) for item in value):
         raise refusal(name, value, "a tuple of str or tuple")
-    for each in value:
-        _check_alternatives(name, (each,) if isinstance(each, str) else each)
+    for item in value:
+        _check_alternatives(name, (item,) if isinstance(item, str) else item)
     return value
 
 
@@ -172,7 +172,7 @@ class Build(Plain):
         if self.arch and platform.arch not in self.arch:
             return False
         needed = map(parsed_requirement, self.requires)
-        versions = ((libraries(one.name), one.specifier) for one in needed)
+        versions = ((libraries(requirement.name), requirement.specifier) for requirement in needed)
         return platform.features.issuperset(self.features) and all(
             version is not None and (not version or within(version, specifier))
             for version, specifier in versions
@@ -296,8 +296,8 @@ class BackendCard(Plain):
 
     def build(self, platform: Platform, libraries: Libraries = installed_version) -> str:
         """The name of the build that serves on the platform; empty without any."""
-        fitting = (each for each in self.builds if each.serves(platform, libraries))
-        return next((each.name for each in fitting), "")
+        fitting = (build for build in self.builds if build.serves(platform, libraries))
+        return next((build.name for build in fitting), "")
 
     def serves(self, question: Question) -> bool:
         """Whether one of the clauses meets the question's demands."""

@@ -104,8 +104,8 @@ def _below(folder: str) -> Iterator[str]:
         if "pyvenv.cfg" in files:
             folders.clear()
             continue
-        folders[:] = [each for each in folders if each[0] != "." and _is_source(each)]
-        yield from (os.path.join(path, each) for each in files if _is_source(each))
+        folders[:] = [name for name in folders if name[0] != "." and _is_source(name)]
+        yield from (os.path.join(path, file) for file in files if _is_source(file))
 
 
 def _is_source(path: str) -> bool:

@@ -182,7 +182,7 @@ class Proven:
         layers; empty for any.
         """
         own = f"{platform.vendor}:{platform.arch}"
-        covering = [[run for run in runs if run.covers(one, layers)] for one in phases or [""]]
+        covering = [[run for run in runs if run.covers(phase, layers)] for phase in phases or [""]]
         each = [_ordered(some, lambda run: run.platform == own) for some in covering]
         return max(each, key=lambda one: Proven.WORDS.index(one.word))
 
@@ -212,12 +212,14 @@ def _never_ran(
     if Proven.on(runs, platform).word == "hardware":
         if Proven.on(runs, platform, (), layers).word == "hardware":
             doubted = [
-                one for one in phases if Proven.on(runs, platform, [one], layers).word != "hardware"
+                phase
+                for phase in phases
+                if Proven.on(runs, platform, [phase], layers).word != "hardware"
             ]
             what = f" for {' and '.join(doubted)}"
         else:
             doubted, what = list(phases), f" for {layers}"
-        tried = [run for run in runs if all(run.covers(one, layers) for one in doubted or [""])]
+        tried = [run for run in runs if all(run.covers(phase, layers) for phase in doubted or [""])]
     only = "; ".join(
         dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in tried)
     )

@@ -101,7 +101,7 @@ def best_together(
         [best.get(stored) or best.get((stored[0], None)) for best in by_storage]
         for stored in by_storage[0]
     ]
-    shared = [[each for each in found if each] for found in all_at if all(found)]
+    shared = [[candidate for candidate in found if candidate] for found in all_at if all(found)]
     if not shared:
         return None
 
@@ -120,7 +120,7 @@ def _assignments(problem: Problem, point: Point) -> Iterator[tuple[Key, Assignme
     for group, offers in zip(problem.groups, fitting, strict=True):
         question = variant.questions[group.phases[0]]
         scored.append(
-            [((preference(one.names), ranking(one, question).value), one) for one in offers]
+            [((preference(offer.names), ranking(offer, question).value), offer) for offer in offers]
         )
     for merits, winners in _compatible(problem, scored):
         tie = _tie(problem, variant, winners)

@@ -84,8 +84,11 @@ class Decision(Plain):
     def choices(self) -> tuple[tuple[str, Choice], ...]:
         """(phase, choice) of every backend that may run: first `phases`, then `decode_sizes`, then
         those of other layers."""
-        own = (*self.phases.items(), *(("decode", each.choice) for each in self.decode_sizes))
-        return (*own, *(pair for each in self.others for pair in each.choices))
+        own = (
+            *self.phases.items(),
+            *(("decode", decode_size.choice) for decode_size in self.decode_sizes),
+        )
+        return (*own, *(pair for other in self.others for pair in other.choices))
 
     @property
     def part_choices(self) -> tuple[tuple[str, str, str, Choice], ...]:
@@ -96,7 +99,7 @@ class Decision(Plain):
             for ask, phases in served.items()
             for phase, choice in phases.items()
         )
-        return (*own, *(each for other in self.others for each in other.part_choices))
+        return (*own, *(part_choice for other in self.others for part_choice in other.part_choices))
 
     def answer(self, part: str, ask: str, phase: str) -> Choice | None:
         """The backend that answers a part's ask; None if nothing does."""
@@ -106,7 +109,7 @@ class Decision(Plain):
     def is_last_resort(self) -> bool:
         """Whether the backend of a phase is not made for the platform, by its rank."""
         winners = {(choice.address, phase) for phase, choice in self.phases.items()}
-        return any(each.is_last_resort for each in self.others) or any(
+        return any(other.is_last_resort for other in self.others) or any(
             verdict.rank is not None and verdict.rank >= Prior.LAST_RESORT
             for verdict in self.candidates
             if (verdict.address, verdict.phase) in winners
@@ -148,7 +151,8 @@ class Decision(Plain):
         }
         if self.decode_sizes:
             decided["decode_sizes"] = [
-                [each.least, each.most, each.choice.identity()] for each in self.decode_sizes
+                [decode_size.least, decode_size.most, decode_size.choice.identity()]
+                for decode_size in self.decode_sizes
             ]
         if self.parts:
             decided["parts"] = {
@@ -159,7 +163,7 @@ class Decision(Plain):
                 for part, served in self.parts.items()
             }
         if self.others:
-            decided["others"] = [each.hash for each in self.others]
+            decided["others"] = [other.hash for other in self.others]
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode()).hexdigest()
 
@@ -185,7 +189,11 @@ class Decision(Plain):
             for name in demanded(self.request)
             if name not in self.parts and name not in DISPENSABLE
         ]
-        found += [each for one in self.groups for each in one._disagreements(here, parts)]
+        found += [
+            disagreement
+            for group in self.groups
+            for disagreement in group._disagreements(here, parts)
+        ]
         if found:
             expected = "one that holds in this process too"
             raise InvalidInput("decision", got="; ".join(found), expected=expected)
@@ -246,9 +254,9 @@ class Decision(Plain):
             decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
             parts=FrozenMapping({part: _served(asks) for part, asks in data["parts"].items()}),
             others=tuple(map(cls._read, data["others"])),
-            coercions=tuple(read_fact(Coercion, each) for each in data["coercions"]),
+            coercions=tuple(read_fact(Coercion, entry) for entry in data["coercions"]),
             notes=tuple(data["notes"]),
-            candidates=tuple(read_fact(Verdict, each) for each in data["candidates"]),
+            candidates=tuple(read_fact(Verdict, entry) for entry in data["candidates"]),
         )
         if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"

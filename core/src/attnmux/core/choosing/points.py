@@ -97,8 +97,8 @@ def clauses_of(candidates: Sequence[Sequence[Candidate]]) -> list[Clause]:
     """The clauses by which the candidates serve."""
     return [
         clause
-        for found in candidates
-        for _, by_phase in found
+        for of_group in candidates
+        for _, by_phase in of_group
         for admitting in by_phase
         for clause in admitting
     ]
@@ -131,13 +131,13 @@ def feasible_points(
             fitting = tuple(
                 tuple(
                     offer
-                    for offer, by_phase in found
+                    for offer, by_phase in of_group
                     if all(
                         not added[phase] or admits_any(admitting, added[phase])
                         for phase, admitting in zip(group.phases, by_phase, strict=True)
                     )
                 )
-                for group, found in zip(problem.groups, candidates, strict=True)
+                for group, of_group in zip(problem.groups, candidates, strict=True)
             )
             if all(fitting):
                 yield resolved, fitting

@@ -56,7 +56,7 @@ class Remedies:
         for other, (wanted, served) in enumerate(zip(allowed, candidates, strict=True)):
             if not any(offer.address in wanted for offer, _ in served):
                 ways = self._ways(other, changes)
-                helping = dict.fromkeys(ways[one] for one in wanted if one in ways)
+                helping = dict.fromkeys(ways[change] for change in wanted if change in ways)
                 return any(
                     self._hold(place, address, changes + way)
                     for way in helping
@@ -79,7 +79,7 @@ class Remedies:
         barred = self._original.opponents(address, groups[place].lead)
         if not barred or groups[other].lead not in CACHED_LEADS:
             return self._addresses[other]
-        return {one: None for one in self._addresses[other] if one not in barred}
+        return {rival: None for rival in self._addresses[other] if rival not in barred}
 
     def _ways_to(self, place: int, changes: Changes) -> Mapping[str, Changes]:
         """By address, the further changes after which an offer serves a phase of the group. An

@@ -62,7 +62,9 @@ def _needed_here(
     return tuple(
         (texts, parsed)
         for texts, parsed in found
-        if all(one.marker is None or one.marker.evaluate() for one in parsed)
+        if all(
+            requirement.marker is None or requirement.marker.evaluate() for requirement in parsed
+        )
     )
 
 
@@ -93,8 +95,11 @@ def _standing(
     parsed: Sequence[Requirement], libraries: Libraries
 ) -> tuple[list[tuple[str, str | None]], list[str]]:
     """Each alternative's name with its installed version, and its state."""
-    versions = [(one.name, libraries(one.name)) for one in parsed]
-    states = [_state(one, version) for one, (_, version) in zip(parsed, versions, strict=True)]
+    versions = [(requirement.name, libraries(requirement.name)) for requirement in parsed]
+    states = [
+        _state(requirement, version)
+        for requirement, (_, version) in zip(parsed, versions, strict=True)
+    ]
     return versions, states
 
 

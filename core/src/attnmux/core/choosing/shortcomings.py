@@ -43,12 +43,12 @@ def shortcomings_by_phase(
     """
     failures: dict[str, list[tuple[Clause, list[Demand]]]] = {phase: [] for phase in questions}
     for clause in card.clauses:
-        for found in failures.values():
-            found.append((clause, []))
+        for failure in failures.values():
+            failure.append((clause, []))
         for demand in clause.failing(phases):
             for phase in phases[demand]:
                 failures[phase][-1][1].append(demand)
-    return {phase: _reasons(questions[phase], found) for phase, found in failures.items()}
+    return {phase: _reasons(questions[phase], failure) for phase, failure in failures.items()}
 
 
 def _reasons(question: Question, failures: Sequence[Failure]) -> list[Reason]:

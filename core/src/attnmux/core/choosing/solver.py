@@ -89,8 +89,8 @@ def solve(
 
     def main(left: Request) -> list[Decision]:
         problems = [
-            _problem(each, platform, offers, policy, libraries, ranking, accuracy)
-            for each in group_requests(left)
+            _problem(group_request, platform, offers, policy, libraries, ranking, accuracy)
+            for group_request in group_requests(left)
         ]
         return _decided(left, problems, libraries or installed_version)
 
@@ -126,8 +126,8 @@ def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries
         raise _refused(request, problems, variants)
     given = read_options(problems[0].policy.options, problems[0].offers, libraries)
     return [
-        _decision(problem, alike, one, given)
-        for problem, alike, one in zip(problems, variants, best, strict=True)
+        _decision(problem, alike, assignment, given)
+        for problem, alike, assignment in zip(problems, variants, best, strict=True)
     ]
 
 

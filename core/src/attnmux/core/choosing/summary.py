@@ -39,9 +39,9 @@ def _said(decision: Any, parts: Parts) -> list[str]:  # noqa: ANN401  # as above
         won = decision.phases["decode" if "decode" in phases else phases[0]]
         said.append(f"{won} serves {_listed(phases)}, {_standing(decision, won, phases)}")
     said += [
-        f"{each.choice} serves decode of {each} requests, "
-        f"saving at least {each.gain:.0%} of the time (measured)"
-        for each in decision.decode_sizes
+        f"{size.choice} serves decode of {size} requests, "
+        f"saving at least {size.gain:.0%} of the time (measured)"
+        for size in decision.decode_sizes
     ]
     for name, part in known.items():
         asked = decision.request, decision.parts[name]

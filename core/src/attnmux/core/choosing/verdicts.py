@@ -205,8 +205,10 @@ def _set_apart(concerned: Sequence[Verdict]) -> tuple[list[Verdict], list[tuple[
     near = list(concerned)
     others = []
     for axis, what in (("vendor", "other hardware"), ("kind", "other kinds of attention")):
-        left = [said for said in near if all(reason.axis != axis for reason in said.reasons)]
-        names = sorted({said.backend for said in near} - {said.backend for said in left})
+        left = [
+            verdict for verdict in near if all(reason.axis != axis for reason in verdict.reasons)
+        ]
+        names = sorted({verdict.backend for verdict in near} - {said.backend for said in left})
         if left and names:
             near = left
             others.append((what, names))
@@ -227,12 +229,12 @@ def _grouped(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     phases share the reasons. Phases that the backend does not serve at all share one reason.
     """
     phases: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
-    for each in sorted(verdicts, key=lambda one: (*effort(one.reasons), one.backend)):
+    for outcome in sorted(verdicts, key=lambda one: (*effort(one.reasons), one.backend)):
         reasons = tuple(
             replace(reason, wanted="") if reason.code == "PHASE" else reason
-            for reason in each.reasons
+            for reason in outcome.reasons
         )
-        phases.setdefault((each.backend, each.plugin, reasons), []).append(each.phase)
+        phases.setdefault((outcome.backend, outcome.plugin, reasons), []).append(outcome.phase)
     return [
         (
             f"{backend} ({plugin}) for {', '.join(served)}",

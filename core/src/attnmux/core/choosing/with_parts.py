@@ -78,12 +78,14 @@ class Asking:
         if not parts:
             return Decision.of_groups(mains, request.other_layers)
         found: list[Decision] = []
-        for main, asked, own in zip(
+        for main, group_request, left_request in zip(
             mains, group_requests(request), group_requests(left), strict=True
         ):
-            decision = replace(main, request=_restored(main.request, asked, own))
+            decision = replace(main, request=_restored(main.request, group_request, left_request))
             for name, part in parts:
-                if part.around == "layers" and not (name in demanded(asked) and part.wants(asked)):
+                if part.around == "layers" and not (
+                    name in demanded(group_request) and part.wants(group_request)
+                ):
                     continue
                 if part.around == "layers" or not found:
                     decision = self._with_part(decision, main, name, part)
@@ -155,7 +157,7 @@ def _restored(decided: Request, asked: Request, left: Request) -> Request:
     """The decided request, with the original values that parts took from it."""
     if asked is left:
         return decided
-    names = [each.name for each in fields(asked) if each.name != "origins"]
+    names = [field.name for field in fields(asked) if field.name != "origins"]
     changed = [name for name in names if getattr(asked, name) != getattr(left, name)]
     origins = {name: value for name, value in decided.origins.items() if name not in changed}
     origins.update((name, asked.origins[name]) for name in changed if name in asked.origins)

@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 def _is_carried(offers: Sequence[Offer], device: Platform) -> bool:
-    return any(each.hold_on(device) for offer in offers for each in offer.figures)
+    return any(figure.hold_on(device) for offer in offers for figure in offer.figures)
 
 
 ASSUME = (
@@ -128,7 +128,7 @@ def machine(
     if wanted is None:
         found = run.detect(plugins)
         kind = device.partition(":")[0]
-        if sum(one.device_type == kind for one in found.platforms) > 1:
+        if sum(platform.device_type == kind for platform in found.platforms) > 1:
             import torch  # noqa: PLC0415  # most questions need none
 
             from attnmux.core.engines.device_platforms import platform_of  # noqa: PLC0415  # imports torch
@@ -187,12 +187,14 @@ def ask(
 def with_eager_note(decision: Decision) -> Decision:
     """A note instead of the change if graphs were dropped that only the platform requested."""
     dropped = [
-        each for each in decision.coercions if (each.field, each.origin) == ("graph", "platform")
+        coercion
+        for coercion in decision.coercions
+        if (coercion.field, coercion.origin) == ("graph", "platform")
     ]
     if not dropped:
         return decision
     note = f"decode runs eagerly, without device graphs: {dropped[0].because}"
-    kept = tuple(each for each in decision.coercions if each not in dropped)
+    kept = tuple(coercion for coercion in decision.coercions if coercion not in dropped)
     return replace(decision, coercions=kept, notes=(*decision.notes, note))
 
 

@@ -73,8 +73,8 @@ def tried(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     told: dict[str, list[dict[str, Any]]] = {}
-    for each in diagnosis.backends:
-        told.setdefault(each.offer.plugin, []).append(each.to_dict())
+    for backend in diagnosis.backends:
+        told.setdefault(backend.offer.plugin, []).append(backend.to_dict())
     return {
         "python": sys.version.split()[0],
         "core": installed_version("attnmux-core"),
@@ -144,7 +144,7 @@ def _print_plugins(console: Console, diagnosis: Diagnosis) -> None:
                 f"{plugin.distribution} {plugin.version}".strip(),
                 str(len(plugin.cards) or ""),
                 f"{plugin.seconds:.2f} s" if plugin.seconds else "",
-                ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
+                ", ".join(f"{platform.vendor}:{platform.arch}" for platform in plugin.platforms),
                 ": ".join(filter(None, (_status(plugin), errors))),
             )
         )
@@ -158,14 +158,14 @@ def _status(plugin: Plugin) -> str:
 
 
 def _print_backends(console: Console, diagnosis: Diagnosis) -> None:
-    here = [each for each in diagnosis.backends if each.here != ELSEWHERE]
+    here = [backend for backend in diagnosis.backends if backend.here != ELSEWHERE]
     rows = []
     for each in here:
         # Installing a library helps only where nothing else is missing
         lines = "\n".join(_libraries(each)) if each.here in (READY, LACKING) else ""
         rows.append((each.offer.address, proof_cell(each.proof), each.here, lines))
     print_rows(console, ("backend", "proof", "here", "libraries"), rows)
-    others = [each.offer.address for each in diagnosis.backends if each not in here]
+    others = [backend.offer.address for backend in diagnosis.backends if backend not in here]
     print_elsewhere(console, others, "attnmux backends --all")
 
 

@@ -173,8 +173,8 @@ def _plugins(decision: Decision, asked: Asked) -> Iterator[str]:
         owner = identity(point.dist)[0]
         if point.name.endswith(f".{device.device_type}") and is_admitted(owner, allow, deny):
             extras.setdefault(owner, set())
-    for distribution, own in extras.items():
-        yield f"{distribution}[{','.join(sorted(own))}]" if own else distribution
+    for distribution, extra in extras.items():
+        yield f"{distribution}[{','.join(sorted(extra))}]" if extra else distribution
 
 
 def _choices(decision: Decision) -> Iterator[Choice]:

@@ -160,7 +160,7 @@ def select(
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow
 
             render_answer(asked[0], explanation, lines, explain=in_full, every=every)
-    _raise_refusals([each.answer for each in asked], in_brief=in_full and not as_json)
+    _raise_refusals([query.answer for query in asked], in_brief=in_full and not as_json)
 
 
 def _refuse_several(platforms: Sequence[str], *, in_full: bool, engine: str | None) -> None:

@@ -71,7 +71,9 @@ class Explanation:
         addresses = {offer.address for offer in offers}
 
         def kept(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
-            return tuple(one for one in told if f"{one.plugin}/{one.backend}" in addresses)
+            return tuple(
+                warning for warning in told if f"{warning.plugin}/{warning.backend}" in addresses
+            )
 
         others = tuple((layers, kept(told)) for layers, told in self.others)
         return replace(self, outcomes=kept(self.outcomes), others=others)
@@ -90,8 +92,10 @@ def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> 
             asked.request, asked.device, answer.candidates, asked.offers, asked.policy
         )
         return Explanation(outcomes=told, values=tuple(values), doubts=())
-    told, *others = (outcomes(each, asked.offers, asked.policy) for each in answer.groups)
-    doubts = [f"{each.offer.card.name}: {each.reason}" for each in doubtful(answer, asked.offers)]
+    told, *others = (outcomes(group, asked.offers, asked.policy) for group in answer.groups)
+    doubts = [
+        f"{doubt.offer.card.name}: {doubt.reason}" for doubt in doubtful(answer, asked.offers)
+    ]
     return Explanation(
         outcomes=told,
         values=(*values, *_options(asked, answer)),
@@ -161,7 +165,7 @@ def _options(asked: Asked, decision: Decision) -> Iterator[Stated]:
     chosen = {choice.address: choice for _, choice in decision.choices}
     for address, choice in chosen.items():
         for name, value in choice.options.items():
-            is_users, is_set = (name in given.get(address, {}) for given in (user, file))
+            is_users, is_set = (name in settings.get(address, {}) for settings in (user, file))
             setting = "options" if is_set else ""
             origin, source = _set_by(asked, is_users, setting, ("default", "the card's"))
             yield _stated(f"{choice.backend}.{name}", value, origin, source)

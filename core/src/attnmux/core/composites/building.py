@@ -65,7 +65,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         return whole(own, [phase for phase in phases if phase in group.phases])
 
     def of_layers(context: BackendContext, phases: Sequence[str]) -> AttentionBackend:
-        first, *others = (of_group(*each) for each in group_contexts(decision, context))
+        first, *others = (of_group(*pair) for pair in group_contexts(decision, context))
         for other, backend in zip(decision.others, others, strict=True):
             _check_padding(first, backend, other.phases["decode"])
         return LayerGroupsBackend(context, (first, *others)) if others else first
@@ -76,7 +76,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
 def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
     """Raise BackendFailed if one graph runner cannot pad for both, so that an automatic choice
     continues without `choice`, the other one's."""
-    known, own = (each.get_cuda_graph_seq_len_fill_value() for each in (first, other))
+    known, own = (backend.get_cuda_graph_seq_len_fill_value() for backend in (first, other))
     if own != known:
         reason = f"it has padding rows of {own} tokens, and the other backend of {known}"
         raise BackendFailed(choice.address, reason)
@@ -103,10 +103,10 @@ def _assemble(
     if "decode" not in phases or not decision.decode_sizes:
         return made
     sizes = []
-    for each in decision.decode_sizes:
-        backend = leaf(each.choice)
-        _check_padding(made, backend, each.choice)
-        sizes.append(Sizes(least=each.least, most=each.most, backend=backend))
+    for size in decision.decode_sizes:
+        backend = leaf(size.choice)
+        _check_padding(made, backend, size.choice)
+        sizes.append(Sizes(least=size.least, most=size.most, backend=backend))
     return BatchSizeAttnBackend(usual=made, sizes=sizes)
 
 

@@ -87,7 +87,7 @@ class CompositeBackend(AttentionBackend):
     @staticmethod
     def check_context(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
         """Raise InvalidInput for backends of another context than the first's."""
-        if any(each.context is not first.context for each in others):
+        if any(other.context is not first.context for other in others):
             expected = "backends of one context, whose KV pool they share"
             raise InvalidInput(argument, got="a backend of another context", expected=expected)
 
@@ -95,8 +95,8 @@ class CompositeBackend(AttentionBackend):
     def check_padding(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
         """Raise InvalidInput for other padding rows than the first's: one runner pads for all."""
         fill = first.get_cuda_graph_seq_len_fill_value()
-        for each in others:
-            own = each.get_cuda_graph_seq_len_fill_value()
+        for other in others:
+            own = other.get_cuda_graph_seq_len_fill_value()
             if own != fill:
                 expected = f"{fill} as `seq_lens` of a padding row, as the first backend has"
                 raise InvalidInput(argument, got=own, expected=expected)
@@ -206,7 +206,7 @@ class BatchSizeAttnBackend(DispatchingBackend):
     def __init__(self, *, usual: AttentionBackend, sizes: Sequence[Sizes]) -> None:
         """Raises InvalidInput for backends of different contexts, for overlapping ranges, and for
         backends whose padding rows differ in length, since one graph runner pads for all."""
-        others = [each.backend for each in sizes]
+        others = [size.backend for size in sizes]
         self.check_context("sizes", usual, *others)
         self.check_padding("sizes", usual, *others)
         super().__init__(usual.context, (usual, *others))
@@ -222,7 +222,7 @@ class BatchSizeAttnBackend(DispatchingBackend):
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         if not batch.forward_mode.is_decode():
             return self.usual
-        held = (each.backend for each in self.sizes if each.hold(batch.batch_size))
+        held = (size.backend for size in self.sizes if size.hold(batch.batch_size))
         return next(held, self.usual)
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
@@ -232,8 +232,8 @@ class BatchSizeAttnBackend(DispatchingBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Gives each backend room for the sizes that it serves, and `usual` for all sizes."""
         self.usual.init_cuda_graph_state(max_bs, max_num_tokens)
-        for each in self.sizes:
-            if each.least <= max_bs:
-                largest = max_bs if each.most is None else min(each.most, max_bs)
+        for size in self.sizes:
+            if size.least <= max_bs:
+                largest = max_bs if size.most is None else min(size.most, max_bs)
                 tokens = max_num_tokens * largest // max_bs
-                each.backend.init_cuda_graph_state(largest, tokens)
+                size.backend.init_cuda_graph_state(largest, tokens)

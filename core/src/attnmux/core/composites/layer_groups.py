@@ -82,7 +82,7 @@ def group_contexts(
     own: list[list[LayerSpec]] = [[] for _ in groups]
     for layer in context.layers:
         stored = layer.kv_dtype or decision.kv_dtype
-        fitting = (n for n, one in enumerate(groups) if _fits(layer, stored, one.request))
+        fitting = (n for n, group in enumerate(groups) if _fits(layer, stored, group.request))
         place = next(fitting, None)
         if place is None:
             shape = f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads of {layer.qk_head_dim}"
@@ -90,15 +90,15 @@ def group_contexts(
             expected = "the heads, dims and KV dtype of one of the decision's groups"
             raise InvalidInput(f"layer {layer.layer_id}", got=shape, expected=expected)
         own[place].append(layer)
-    for one, layers in zip(groups, own, strict=True):
+    for group, layers in zip(groups, own, strict=True):
         if not layers:
-            expected = f"layers of each group: {shape_said(one.request)}"
+            expected = f"layers of each group: {shape_said(group.request)}"
             raise InvalidInput("context.layers", got="none of a group", expected=expected)
         pool = context.token_to_kv_pool.of_layers([layer.layer_id for layer in layers])
         own_context = replace(
-            context, request=one.request, layers=tuple(layers), token_to_kv_pool=pool
+            context, request=group.request, layers=tuple(layers), token_to_kv_pool=pool
         )
-        yield one, own_context
+        yield group, own_context
 
 
 def _fits(layer: LayerSpec, stored: str, request: Request) -> bool:

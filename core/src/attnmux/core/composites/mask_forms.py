@@ -64,7 +64,7 @@ class MaskFormsBackend(DispatchingBackend):
         elif self.forms[0] == "qlen_only_bitpacking":
             width, dtype = drafts * -(-drafts // 8), torch.uint8
         # A decode step has no drafts
-        if drafts > 1 and not any(each.fits(max_bs, max_bs * width) for each in self._buffers):
+        if drafts > 1 and not any(buffer.fits(max_bs, max_bs * width) for buffer in self._buffers):
             values = torch.zeros(max_bs * width, dtype=dtype, device=device)
             bounds = torch.zeros(max_bs + 1, dtype=torch.int32, device=device)
             self._buffers.append(_Buffers(values=values, bounds=bounds))
@@ -98,7 +98,7 @@ class MaskFormsBackend(DispatchingBackend):
         values: torch.Tensor = getattr(spec, name)
         width = spec.draft_token_num * (self.context.max_context_len + spec.draft_token_num)
         count = size * width if form == "full" else values.numel()
-        buffers = next((each for each in self._buffers if each.fits(size, count)), None)
+        buffers = next((buffer for buffer in self._buffers if buffer.fits(size, count)), None)
         if buffers is None:
             return batch
         fixed = buffers.values[:count]

@@ -32,7 +32,7 @@ def check_types(argument: str, record: object, kind: type, *, prefix: str = "") 
         value, path = getattr(record, name), f"{prefix}{name}"
         is_flag = isinstance(value, bool) and bool not in kinds
         if is_flag or not isinstance(value, kinds):
-            words = ["None" if each is type(None) else each.__name__ for each in kinds]
+            words = ["None" if type_ is type(None) else type_.__name__ for type_ in kinds]
             raise refusal(path, value, f"one of type {' or '.join(words)}")
         if isinstance(value, (SpecInput, MultiItem)):
             check_types(path, value, type(value), prefix=f"{path}.")
@@ -46,8 +46,8 @@ def _field_types(kind: type) -> Mapping[str, tuple[type, ...]]:
     hints = get_type_hints(kind, localns={"torch": torch, "SpecInput": SpecInput})
     return {
         name: tuple(
-            get_origin(each) or each
-            for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+            get_origin(member) or member
+            for member in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
         )
         for name, hint in hints.items()
     }

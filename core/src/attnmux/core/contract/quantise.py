@@ -65,7 +65,9 @@ def unpack_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     packed = values.view(torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    numbers = torch.tensor((*MAGNITUDES, *(-each for each in MAGNITUDES)), device=packed.device)
+    numbers = torch.tensor(
+        (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)), device=packed.device
+    )
     *shape, width = codes.shape
     blocks = numbers[codes.int()].view(*shape, width // BLOCK, BLOCK)
     blocks *= scales.float().unsqueeze(-1)

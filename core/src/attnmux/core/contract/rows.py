@@ -21,8 +21,8 @@ def scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
     synchronise.
     """
     places = [rows.shape[-1]]
-    for each in (rows, buffer):
-        places += [int(each.storage_offset()), *each.stride()[:2]]
+    for tensor in (rows, buffer):
+        places += [int(tensor.storage_offset()), *tensor.stride()[:2]]
     word = word_dtype(*(place * buffer.itemsize for place in places))
     buffer.view(word).index_copy_(0, slots, rows.view(word))
 

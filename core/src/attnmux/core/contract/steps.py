@@ -83,12 +83,12 @@ class FixedTensors:
             given = {name: getattr(step, name) for name in room}
             if _fits(given, room):
                 held = {
-                    name: room[name].view(-1)[: each.numel()].view_as(each).copy_(each)
-                    for name, each in given.items()
+                    name: room[name].view(-1)[: tensor.numel()].view_as(tensor).copy_(tensor)
+                    for name, tensor in given.items()
                 }
                 return replace(step, **held)  # type: ignore[type-var]  # a dataclass
         return step
 
 
 def _fits(given: Mapping[str, torch.Tensor], room: Mapping[str, torch.Tensor]) -> bool:
-    return all(each.numel() <= room[name].numel() for name, each in given.items())
+    return all(tensor.numel() <= room[name].numel() for name, tensor in given.items())

@@ -70,15 +70,17 @@ def platform_of(
     platforms remain.
     """
     report = reported_device(device) if _may_ask(device) else None
-    alike = tuple(one for one in detection.platforms if one.device_type == device.type)
+    alike = tuple(
+        platform for platform in detection.platforms if platform.device_type == device.type
+    )
     stated = _stated(wanted, device)
     if stated is not None and not (report.is_of(stated) if report else not alike):
         stated = None
     if wanted is not None and stated is None:
         check_named(detection, wanted, named=named)
     if report is not None:
-        found = tuple(one for one in alike if report.is_of(one))
-        exact = tuple(one for one in found if one.name == report.name)
+        found = tuple(platform for platform in alike if report.is_of(platform))
+        exact = tuple(platform for platform in found if platform.name == report.name)
         if found:
             return replace(detection, platforms=exact or found).pick()
         described = stated or Platform.parse(str(report), is_here=True)
@@ -89,8 +91,8 @@ def platform_of(
         return replace(detection, platforms=alike).pick(wanted, named=named)
     if stated is not None:
         return stated
-    present = ", ".join(sorted({one.device_type for one in detection.platforms}))
-    notes = "".join(f"; {one}" for one in detection.unserved) or (
+    present = ", ".join(sorted({platform.device_type for platform in detection.platforms}))
+    notes = "".join(f"; {reason}" for reason in detection.unserved) or (
         "; if the device is there, name it: VENDOR:ARCH in ATTNMUX_PLATFORM or as platform in "
         "attnmux.toml"
     )

@@ -192,11 +192,11 @@ def _gaps(interface: Interface, sources: Sources) -> Iterator[str]:
 
 def _parameters(arguments: ast.arguments) -> tuple[list[str], set[str]]:
     """All names in their order, and those without a default. `self` and `cls` are left out."""
-    positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    positional = [parameter.arg for parameter in (*arguments.posonlyargs, *arguments.args)]
     required = set(positional[: len(positional) - len(arguments.defaults)])
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     required |= {each.arg for each, default in keywords if default is None}
-    names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+    names = [*positional, *(parameter.arg for parameter in arguments.kwonlyargs)]
     bound = {"self", "cls"}
     return [name for name in names if name not in bound], required - bound
 

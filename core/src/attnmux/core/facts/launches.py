@@ -49,10 +49,10 @@ class TunedLaunch(Record):
         now."""
         device = Device.of(platform)
         return tuple(
-            each
-            for each in launches
-            if (each.backend, each.device) == (backend, device)
-            and all(libraries(name) == version for name, version in each.versions.items())
+            launch
+            for launch in launches
+            if (launch.backend, launch.device) == (backend, device)
+            and all(libraries(name) == version for name, version in launch.versions.items())
         )
 
 

@@ -50,8 +50,8 @@ def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
 def distributions() -> Mapping[str, metadata.Distribution]:
     """The distributions on `sys.path`, by canonical name. The first of a name hides the others."""
     found: dict[str, metadata.Distribution] = {}
-    for each in _on_path():
-        found.setdefault(canonical(identity(each)[0]), each)
+    for dist in _on_path():
+        found.setdefault(canonical(identity(dist)[0]), dist)
     return found
 
 
@@ -151,7 +151,8 @@ def satisfies(requirements: tuple[str, ...], stated: str) -> bool:
     name, _, version = stated.partition(" ")
     parsed = map(parsed_requirement, requirements)
     return bool(version) and any(
-        one.name == name and within(version, one.specifier) for one in parsed
+        requirement.name == name and within(version, requirement.specifier)
+        for requirement in parsed
     )
 
 

@@ -32,7 +32,7 @@ Backend = Annotated[str | None, Check("a backend's name, or None")]
 
 def _names(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
     is_several = isinstance(value, Collection) and not isinstance(value, str)
-    if not is_several or not all(isinstance(each, str) for each in value):
+    if not is_several or not all(isinstance(item, str) for item in value):
         raise refusal(name, value, "several names, as a tuple of them")
     return tuple(value)
 

@@ -151,14 +151,14 @@ class Record(Fact):
     @classmethod
     def content(cls: type[R], records: Iterable[R]) -> dict[str, Any]:
         """The content of a file with the last record of each key."""
-        return {"format": FORMAT, cls.listed: [each.to_dict() for each in latest(records)]}
+        return {"format": FORMAT, cls.listed: [record.to_dict() for record in latest(records)]}
 
 
 def latest(records: Iterable[R]) -> tuple[R, ...]:
     """The last record of each key; for equal dates, the last one given."""
     found: dict[tuple[object, ...], R] = {}
-    for each in records:
-        known = found.get(each.key)
-        if known is None or known.date <= each.date:
-            found[each.key] = each
+    for record in records:
+        known = found.get(record.key)
+        if known is None or known.date <= record.date:
+            found[record.key] = record
     return tuple(found.values())

@@ -128,7 +128,7 @@ def _sparse(name: str, value: Any) -> str | None:  # noqa: ANN401  # reads any v
 
 def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
     """In the order of PHASES, each once."""
-    if isinstance(value, tuple) and value == tuple(each for each in PHASES if each in value):
+    if isinstance(value, tuple) and value == tuple(phase for phase in PHASES if phase in value):
         return value
     given = value.split("+") if isinstance(value, str) else value or ()
     if not isinstance(given, Iterable):
@@ -141,7 +141,7 @@ def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN4
     """From "mamba:36+conv:2", a mapping or pairs."""
     given = value
     if isinstance(value, str):
-        given = [each.split(":") for each in value.split("+") if not _is_unset(each)]
+        given = [part.split(":") for part in value.split("+") if not _is_unset(part)]
     try:
         pairs = given.items() if isinstance(given, Mapping) else given or ()
         return tuple(sorted((str(kind), _positive(name, count) or 1) for kind, count in pairs))
@@ -207,7 +207,7 @@ def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN40
     try:
         items: Iterable[Any] = () if value in (None, "") else value
         return tuple(
-            each if isinstance(each, LayerGroup) else LayerGroup(**_mapping(each)) for each in items
+            item if isinstance(item, LayerGroup) else LayerGroup(**_mapping(item)) for item in items
         )
     except (TypeError, InvalidInput) as error:
         if isinstance(error, InvalidInput) and error.argument != "layers":

@@ -37,7 +37,7 @@ class Detection:
 
     @property
     def accelerators(self) -> tuple[Platform, ...]:
-        return tuple(found for found in self.platforms if found.vendor != "cpu")
+        return tuple(platform for platform in self.platforms if platform.vendor != "cpu")
 
     def pick(self, wanted: str | None = None, *, named: str = "platform") -> Platform:
         """The platform to use: the only kind of accelerator, or the CPU if there is none.
@@ -107,7 +107,9 @@ def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platfor
     more, its vendor and its architecture count."""
     name = wanted.strip().lower().partition(",")[0]
     return tuple(
-        one for one in platforms if name in (one.vendor.lower(), f"{one.vendor}:{one.arch}".lower())
+        platform
+        for platform in platforms
+        if name in (platform.vendor.lower(), f"{platform.vendor}:{platform.arch}".lower())
     )
 
 
@@ -116,7 +118,7 @@ def check_named(detection: Detection, wanted: str, *, named: str = "platform") -
     if named_platforms(detection.platforms, wanted):
         return
     vendor = wanted.strip().lower().partition(":")[0]
-    present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
+    present = ", ".join(f"{platform.vendor}:{platform.arch}" for platform in detection.platforms)
     notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
     raise InvalidInput(named, got=repr(wanted), expected=f"one of {present}{notes}")
 

@@ -119,7 +119,10 @@ class Plugins:
         return survey(
             (platform for plugin in asked for platform in plugin.platforms),
             loaded={plugin.distribution for plugin in self.loaded},
-            failures=[*self.failures, *(each for plugin in asked for each in plugin.failures)],
+            failures=[
+                *self.failures,
+                *(failure for plugin in asked for failure in plugin.failures),
+            ],
             variables=self.variables,
             named=self.named,
             root=root,
@@ -149,7 +152,7 @@ def find_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
         nameless = Plugin(EntryPoint(name, "", GROUP), name)
         found.append(nameless._replace(failures=(failure_of(nameless, "load", error),)))
     for plugin in plugins:
-        sharing = sorted(each.distribution for each in plugins if each.name == plugin.name)
+        sharing = sorted(other.distribution for other in plugins if other.name == plugin.name)
         owner = OWN + plugin.name
         if len(sharing) > 1 and (plugin.distribution != owner or sharing.count(owner) > 1):
             error = AttnmuxError(

@@ -88,7 +88,8 @@ class DeviceGraphs(ABC):
                 f"{owners} both provide graphs of {kind!r} devices: deny one of them (deny_plugins)"
                 if offered
                 else f"no graphs for {kind!r} devices, only for cuda and devices of plugins that "
-                "provide them: run eagerly, or pass RecordingGraphs() to test a step without such a device"
+                "provide them: run eagerly, or pass RecordingGraphs() to test a step without such "
+                "a device"
             )
         ((owner, point),) = offered.items()
         try:

@@ -61,13 +61,13 @@ def batch_fields(config: GraphConfig, lens_fill: int, device: torch.device) -> I
 def input_fields(
     config: GraphConfig, inputs: Mapping[str, ModelInput], device: torch.device
 ) -> Iterator[Field]:
-    for name, given in inputs.items():
-        shape = (*given.leading, config.max_num_tokens, *given.trailing)
+    for name, tensor in inputs.items():
+        shape = (*tensor.leading, config.max_num_tokens, *tensor.trailing)
         yield Field(
             name=name,
             of_batch=False,
-            buffer=torch.zeros(shape, dtype=given.dtype, device=device),
-            dim=len(given.leading),
+            buffer=torch.zeros(shape, dtype=tensor.dtype, device=device),
+            dim=len(tensor.leading),
             rows=config.tokens_per_request,
         )
 

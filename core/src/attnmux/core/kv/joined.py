@@ -109,7 +109,7 @@ class JoinedKVPool(KVPool):
 
     def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
         if len(self.dtypes) > 1:
-            names = ", ".join(sorted(str(each).removeprefix("torch.") for each in self.dtypes))
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
             expected = "one KV dtype: take the pool `of_layers` of one"
             raise InvalidInput("pool", got=names, expected=expected)
         return self.pools[0].read_scales(k_scale, v_scale)

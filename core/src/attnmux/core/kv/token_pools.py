@@ -30,11 +30,11 @@ class PairPool(KVPool):
 
     @property
     def is_strided(self) -> bool:
-        return not all(each.is_contiguous() for pair in self._buffers.values() for each in pair)
+        return not all(buffer.is_contiguous() for pair in self._buffers.values() for buffer in pair)
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(each for pair in self._buffers.values() for each in pair)
+        return _nbytes(buffer for pair in self._buffers.values() for buffer in pair)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.get_kv_buffer(layer_id)[0]
@@ -64,8 +64,8 @@ class PairPool(KVPool):
         k_words, v_words = self._words[layer.layer_id]
         write_rows(k_words, loc, k)
         write_rows(v_words, loc, v)
-        for buffer, each in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
-            buffer.view(torch.uint8).index_copy_(0, loc, each.view(torch.uint8))
+        for buffer, scale in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
+            buffer.view(torch.uint8).index_copy_(0, loc, scale.view(torch.uint8))
 
 
 class LatentPool(KVPool):
@@ -82,13 +82,13 @@ class LatentPool(KVPool):
         self.qk_rope_head_dim = qk_rope_head_dim
         self._buffers = dict(rows)
         self._words = {
-            key: (words_of(each[..., :kv_lora_rank]), words_of(each[..., kv_lora_rank:]))
-            for key, each in rows.items()
+            key: (words_of(row[..., :kv_lora_rank]), words_of(row[..., kv_lora_rank:]))
+            for key, row in rows.items()
         }
 
     @property
     def is_strided(self) -> bool:
-        return not all(each.is_contiguous() for each in self._buffers.values())
+        return not all(buffer.is_contiguous() for buffer in self._buffers.values())
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +126,9 @@ class LatentPool(KVPool):
 
 def _nbytes(buffers: Iterable[torch.Tensor]) -> int:
     """Bytes of the slots; a cache that several layers share counts once."""
-    views = {(each.data_ptr(), each.shape): each.numel() * each.itemsize for each in buffers}
+    views = {
+        (buffer.data_ptr(), buffer.shape): buffer.numel() * buffer.itemsize for buffer in buffers
+    }
     return sum(views.values())
 
 
@@ -197,7 +199,7 @@ class MHATokenToKVPool(PairPool):
         shape = self.num_kv_heads, self.num_slots, scale_bytes(dim)
         shapes = [shape] * len(self.layer_ids)
         made = self._allocate(shapes, SCALE_DTYPE, "scales of the KV pool")
-        return [each.transpose(0, 1)[..., : dim // BLOCK] for each in made]
+        return [scales.transpose(0, 1)[..., : dim // BLOCK] for scales in made]
 
     @property
     def nbytes(self) -> int:

@@ -76,8 +76,8 @@ class Evidence:
         own = serving({a: {one.workload: one.median_us for one in here[a]} for a in here})
         if len(own) > 1:
             records = [one for address in own for one in here[address]]
-            unsized = {one.workload for one in records if one.batch_size is None}
-            sizes = {one.workload: one.batch_size or 0 for one in records}
+            unsized = {record.workload for record in records if record.batch_size is None}
+            sizes = {record.workload: record.batch_size or 0 for record in records}
             return Timed(own, {s: sizes[s] for s in sizes.keys() - unsized}, HERE)
         for shape, addresses, source in self._nearest(question):
             times = serving(shape.table(question.phase, addresses))
@@ -112,7 +112,9 @@ def evidence_of(
     that libraries or `policy` bar. On a platform elsewhere only shipped figures count.
     """
     policy, offers = policy or Policy(), tuple(offers)
-    carried = {each: offer for offer in offers for each in offer.figures if each.hold_on(platform)}
+    carried = {
+        figure: offer for offer in offers for figure in offer.figures if figure.hold_on(platform)
+    }
     own = current_measurements(measurements, platform, offers, policy, libraries=libraries)
     if not own and not carried:
         return Evidence()
@@ -153,7 +155,7 @@ def current_measurements(
     """
     policy = policy or Policy()
     device = Device.of(platform)
-    here = [each for each in measurements if each.device == device]
+    here = [measurement for measurement in measurements if measurement.device == device]
     if not platform.is_here or not here:
         return {}
     known = assumed(policy.without, libraries, platform.is_here)

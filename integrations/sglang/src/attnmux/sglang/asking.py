@@ -198,6 +198,6 @@ def _said(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     counted = (
-        f"{each[1]} of {each[0]}" if isinstance(each, tuple) else str(each) for each in value
+        f"{item[1]} of {item[0]}" if isinstance(item, tuple) else str(item) for item in value
     )
     return " and ".join(counted)

@@ -226,7 +226,7 @@ def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
 def _layers(config: VllmConfig) -> list[Any]:
     """The layers that attnmux serves."""
     found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
-    return [each for each in found if issubclass(each.get_attn_backend(), AttnmuxBackend)]
+    return [layer for layer in found if issubclass(layer.get_attn_backend(), AttnmuxBackend)]
 
 
 def _requests(

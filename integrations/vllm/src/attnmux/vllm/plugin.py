@@ -42,7 +42,11 @@ def platform() -> str | None:
 
     It is None, too, if another package offers a platform: vLLM admits one.
     """
-    others = [each for each in entry_points(group=PLATFORM_GROUP) if each.value != _SELF]
+    others = [
+        entry_point
+        for entry_point in entry_points(group=PLATFORM_GROUP)
+        if entry_point.value != _SELF
+    ]
     if others:
         return None
     from vllm.platforms import builtin_platform_plugins  # noqa: PLC0415  # as above

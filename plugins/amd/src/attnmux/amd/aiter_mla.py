@@ -114,7 +114,9 @@ class AiterMLABackend(
         scales: tuple[torch.Tensor | None, ...] = (None, None)
         if rows.dtype != torch.bfloat16:
             kv_scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
-            scales = tuple(rows.new_full((1,), one, dtype=torch.float32) for one in (1, kv_scale))
+            scales = tuple(
+                rows.new_full((1,), scale, dtype=torch.float32) for scale in (1, kv_scale)
+            )
         return AiterMLALayer(
             group=pool.group_of(layer.layer_id),
             rows=rows,

@@ -53,9 +53,9 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -
     if devices is None:
         devices = list(_of_topology(nodes, root))
     computing = [
-        one._replace(unique_id=0)
-        for one in _visible(devices, variables)
-        if not 0 < one.compute_units <= DISPLAY_UNITS
+        device._replace(unique_id=0)
+        for device in _visible(devices, variables)
+        if not 0 < device.compute_units <= DISPLAY_UNITS
     ]
     runtime = _rocm(root)
     return [

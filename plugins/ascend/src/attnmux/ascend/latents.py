@@ -160,8 +160,8 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         rows, heads, count = call.q.shape[0], call.q.shape[1], chunks.bounds[-1]
         more = (1 << (heads - 1).bit_length()) - heads
         q, q_rope = (
-            pad(each[:count], (0, 0, 0, more)).contiguous()
-            for each in (call.q, call.rotary_queries())
+            pad(tensor[:count], (0, 0, 0, more)).contiguous()
+            for tensor in (call.q, call.rotary_queries())
         )
         latents = pages[..., : LatentRows.LATENT_DIM].contiguous()
         is_causal = not chunks.has_one_query_each

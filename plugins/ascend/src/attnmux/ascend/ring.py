@@ -119,7 +119,9 @@ class AscendRingBackend(LibraryBackend[NPUKernels, RingLayer, RingStep, None]):
             step.slots = {part: part.slots(batch, table) for part in parts if part is not None}
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
-        raise GraphUnsupported("eager prompts: they have lengths on the host, which graphs do not read")
+        raise GraphUnsupported(
+            "eager prompts: they have lengths on the host, which graphs do not read"
+        )
 
     def attend(
         self, call: AttentionCall, layer: RingLayer, step: RingStep, batch: ForwardBatch

@@ -80,10 +80,10 @@ class PackedRequests:
         ).to(rows[0].device)
         shape = (len(self.new) * each, page_size)
         pages = []
-        for given in rows:
-            copied = given.new_zeros((shape[0] * page_size, *given.shape[1:]))
-            copied[slots] = given[: self.num_queries]
-            pages.append(copied.view(*shape, *given.shape[1:]))
+        for row in rows:
+            copied = row.new_zeros((shape[0] * page_size, *row.shape[1:]))
+            copied[slots] = row[: self.num_queries]
+            pages.append(copied.view(*shape, *row.shape[1:]))
         table = torch.arange(shape[0], dtype=torch.int32, device=slots.device)
         lens = torch.tensor(self.new, dtype=torch.int32, device=slots.device)
         return Keys(page_table=table.view(-1, each), lens=lens), tuple(pages)

@@ -92,12 +92,12 @@ def _visible(nvml: ModuleType, variables: Mapping[str, str]) -> list[Device]:
     text = variables.get("CUDA_VISIBLE_DEVICES")
     gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     if text is not None and text.startswith("MIG-"):
-        instances = [one for gpu in gpus for one in _instances(nvml, gpu)]
+        instances = [instance for gpu in gpus for instance in _instances(nvml, gpu)]
         return visible_devices(text, instances, lambda one: _instance_ids(nvml, one))[:1]
     if text and variables.get("CUDA_DEVICE_ORDER", "").upper() != "PCI_BUS_ID":
         gpus = _fastest_first(nvml, gpus)
     gpus = visible_devices(text, gpus, lambda gpu: (_text(nvml.nvmlDeviceGetUUID(gpu)),))
-    instances = [one for gpu in gpus for one in _instances(nvml, gpu)]
+    instances = [instance for gpu in gpus for instance in _instances(nvml, gpu)]
     return instances[:1] or [Device(gpu, gpu) for gpu in gpus]
 
 

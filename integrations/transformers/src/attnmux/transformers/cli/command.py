@@ -202,8 +202,8 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--deterministic",
     is_flag=True,
-    help="Keep each prompt's bits the same, whatever other prompts run at the same time. Slower. Also the "
-    "setting deterministic.",
+    help="Keep each prompt's bits the same, whatever other prompts run at the same time. Slower. "
+    "Also the setting deterministic.",
 )
 @click.option(
     "--graph/--no-graph",

@@ -49,7 +49,8 @@ class Encoded:
         if self.sources:
             states = runner.encode_all(self.sources)
             return [
-                replace(one, encoder_states=each) for one, each in zip(wanted, states, strict=True)
+                replace(prompt, encoder_states=state)
+                for prompt, state in zip(wanted, states, strict=True)
             ]
         return wanted
 
@@ -77,7 +78,7 @@ def encode(
         )
     refuse_encoder_options(checkpoint, asked, answering)
     pictured = _read_images(checkpoint, asked, answering.chat)
-    texts = [one.prompt for one in asked]
+    texts = [prompt.prompt for prompt in asked]
     for index, inputs in pictured.items():
         texts[index] = inputs["input_ids"][0].tolist()
     encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=answering.chat)
@@ -92,13 +93,13 @@ def _read_images(
     checkpoint: Checkpoint, asked: Sequence[UserPrompt], chat: bool
 ) -> dict[int, Inputs]:
     """The prompts with images, by their index."""
-    if not any(one.images for one in asked):
+    if not any(prompt.images for prompt in asked):
         return {}
     processor = ImageProcessor(checkpoint)
     return {
-        index: processor.read(f"prompt {index + 1}", str(one.prompt), one.images, chat=chat)
-        for index, one in enumerate(asked)
-        if one.images
+        index: processor.read(f"prompt {index + 1}", str(prompt.prompt), prompt.images, chat=chat)
+        for index, prompt in enumerate(asked)
+        if prompt.images
     }
 
 
@@ -124,8 +125,8 @@ def most_tokens(
     wanted: Sequence[Prompt], context: int, max_running: int, *, encoder_len: int
 ) -> int:
     """Tokens of the longest prompts that may run at a time, with their answers and sources."""
-    lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
-    return sum(encoder_len + each for each in lens[-max_running:])
+    lens = sorted(min(len(prompt.token_ids) + prompt.max_new_tokens, context) for prompt in wanted)
+    return sum(encoder_len + length for length in lens[-max_running:])
 
 
 def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
@@ -150,13 +151,15 @@ def read_sources(
     longest: tokens of the longest text. Raises InvalidInput for sound if the model reads text,
     for text if it reads sound, and for images.
     """
-    if any(one.images for one in asked):
+    if any(prompt.images for prompt in asked):
         got = f"{checkpoint.source}, whose encoder is given only texts and sound"
         raise InvalidInput("image", got=got, expected="a decoder that reads images")
-    if any(one.audio for one in asked) or checkpoint.reads_sound:
+    if any(prompt.audio for prompt in asked) or checkpoint.reads_sound:
         reader = SoundReader(checkpoint)
-        return [reader.read(_sound_of(number, one)) for number, one in enumerate(asked, start=1)]
-    texts = [one.prompt for one in asked]
+        return [
+            reader.read(_sound_of(number, prompt)) for number, prompt in enumerate(asked, start=1)
+        ]
+    texts = [prompt.prompt for prompt in asked]
     encoded = encode_prompts(checkpoint, texts, max_context_len=longest, chat=chat)
     return [{"input_ids": torch.tensor([ids])} for ids in encoded]
 
@@ -171,19 +174,19 @@ def _sound_of(number: int, asked: UserPrompt) -> str:
 def longest_source(checkpoint: Checkpoint, sources: Sequence[Inputs]) -> int:
     """The most encoder tokens of a source; 0 if the shapes of the encoder do not tell."""
     if not checkpoint.reads_sound:
-        return max(one["input_ids"].shape[1] for one in sources)
+        return max(source["input_ids"].shape[1] for source in sources)
     auto: Any = auto_classes(checkpoint.config)[0]
     try:
         with LOADING, quiet_transformers(progress=False), torch.device("meta"):
             encoder = auto.from_config(checkpoint.config).eval().get_encoder()
-        return max(_shape_of(encoder, one)[1] for one in sources)
+        return max(_shape_of(encoder, source)[1] for source in sources)
     except Exception:  # the model's code may ask for values, which no shape has
         return 0
 
 
 @torch.inference_mode()
 def _shape_of(encoder: Any, inputs: Inputs) -> torch.Size:  # noqa: ANN401  # a model's own
-    given = {name: one.to("meta") for name, one in inputs.items() if name != "attention_mask"}
+    given = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
     shape: torch.Size = encoder(**given).last_hidden_state.shape
     return shape
 
@@ -193,7 +196,7 @@ def refuse_encoder_options(
 ) -> None:
     """Raise InvalidInput if a decoder gets options of encoder-decoder models."""
     given = {
-        "--audio": any(one.audio is not None for one in asked),
+        "--audio": any(prompt.audio is not None for prompt in asked),
         "--decoder-prompt": answering.decoder_prompt is not None,
     }
     for option in (option for option, is_given in given.items() if is_given):

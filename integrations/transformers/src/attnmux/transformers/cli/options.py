@@ -159,4 +159,4 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 
 def _taken(kind: type[Group], left: dict[str, Any]) -> Group:
     """The group whose fields are options by their names, which `left` then lacks."""
-    return kind(**{one.name: left.pop(one.name) for one in fields(kind)})  # type: ignore[arg-type]  # a dataclass
+    return kind(**{field.name: left.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]  # a dataclass

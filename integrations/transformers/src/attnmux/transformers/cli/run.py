@@ -168,7 +168,7 @@ def run_command(
         as_json = answering.as_json
         generation = _generate(engine, wanted, silent=as_json, stream=not answering.no_stream)
         if as_json and ranks.rank == 0:
-            texts = [one.audio or one.prompt for one in asked]
+            texts = [prompt.audio or prompt.prompt for prompt in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
             run.echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)

@@ -61,7 +61,7 @@ class BranchRows:
         ]
         moved = torch.from_numpy(np.concatenate(parts)).to(steps.device, non_blocking=True)
         source_rows, first_lens, positions, page, offset, cells, *copies, new = (
-            torch.split_with_sizes(moved, [len(each) for each in parts])
+            torch.split_with_sizes(moved, [len(part) for part in parts])
         )
         with steps.taking():
             pages = steps.allocator.alloc_pages(int(pages_each.sum()))

@@ -118,15 +118,15 @@ class DraftLoop:
         finally:
             self._rows.close()
         shape = (*tokens.shape, num_steps, self._topk)
-        by_step = (each.view(shape).transpose(1, 2).flatten(1) for each in grown)
+        by_step = (tensor.view(shape).transpose(1, 2).flatten(1) for tensor in grown)
         both = zip((scores, tokens, parents), by_step, strict=True)
-        scores, tokens, parents = (torch.cat(each, dim=1) for each in both)
+        scores, tokens, parents = (torch.cat(tensors, dim=1) for tensors in both)
         return DraftCandidates(scores=scores, tokens=tokens, parents=parents)
 
     def _last_slots(self, states: Sequence[SequenceState]) -> torch.Tensor:
         """[B] int64: of each request's last cached token."""
         steps = self._model.steps
-        both = torch.tensor([[each.row, each.num_cached] for each in states])
+        both = torch.tensor([[state.row, state.num_cached] for state in states])
         return steps.last_loc(*both.to(steps.device, non_blocking=True).unbind(1)).long()
 
     def forget(self) -> None:
@@ -166,7 +166,7 @@ class DraftLoop:
             )
             found.append(candidates)
         columns = [(each.scores, each.tokens, each.parents) for each in found]
-        return [torch.stack(each, dim=2).flatten(0, 2) for each in zip(*columns, strict=True)]
+        return [torch.stack(column, dim=2).flatten(0, 2) for column in zip(*columns, strict=True)]
 
     def _follow(self, before: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy K and V of earlier drafts to the branches that continue them.
@@ -223,7 +223,7 @@ def drafted_tree(
     if kernels is None:
         # A float64 holds every float32, and every id
         columns = (found.scores, found.tokens, found.parents)
-        scores, tokens, parents = torch.stack([each.double() for each in columns]).cpu()
+        scores, tokens, parents = torch.stack([column.double() for column in columns]).cpu()
         return DraftTree.best_of(
             roots, scores.float(), tokens.long(), parents.long(), draft_token_num, topk=topk
         )

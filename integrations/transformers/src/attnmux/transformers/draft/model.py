@@ -166,7 +166,7 @@ class ModelProposer:
             each.token_ids += state.token_ids[skipped + len(each.token_ids) :]
         self._rows = {each: state.row for each, state in zip(read, states, strict=True)}
         first = zip(*self._catch_up(read), strict=True)
-        scores, tokens = (torch.cat(each) for each in first)
+        scores, tokens = (torch.cat(tensors) for tensors in first)
         if self._loop is not None:
             return self._loop.run(read, scores, tokens, num_steps - 1)
         return DraftCandidates(scores=scores, tokens=tokens, parents=torch.full_like(tokens, -1))
@@ -180,7 +180,7 @@ class ModelProposer:
         for state in read:
             while state.num_pending > most:
                 self._extend([state], [most])
-            if group and sum(each.num_pending for each in [*group, state]) > most:
+            if group and sum(member.num_pending for member in [*group, state]) > most:
                 yield self._extend(group)
                 group = []
             group.append(state)
@@ -257,7 +257,7 @@ def _check_states(runner: DraftRunner, target: StepBuilder) -> None:
 
 def can_reread(states: Sequence[SequenceState], num_tokens: int) -> bool:
     """Whether `reread` serves the requests."""
-    return all(each.num_pending <= num_tokens <= len(each.token_ids) for each in states)
+    return all(state.num_pending <= num_tokens <= len(state.token_ids) for state in states)
 
 
 def reread(states: Sequence[SequenceState], steps: StepBuilder, num_tokens: int) -> Step:

@@ -81,7 +81,7 @@ class MultiStepDraftBackend(DispatchingBackend):
         """
         InvalidInput.check_at_least(1, "num_steps", num_steps)
         made = (make(context) for _ in range(num_steps))
-        self.children = tuple(each.select(ForwardMode.DECODE) for each in made)
+        self.children = tuple(step.select(ForwardMode.DECODE) for step in made)
         super().__init__(context, self.children)
         for child in self.children:
             own = child.context
@@ -108,7 +108,7 @@ class MultiStepDraftBackend(DispatchingBackend):
         for child in self.children:
             child.init_cuda_graph_state(max_bs, max_bs)
         num_steps = len(self.children)
-        if not any(each.fits(num_steps, max_bs) for each in self._buffers):
+        if not any(buffer.fits(num_steps, max_bs) for buffer in self._buffers):
             made = _StepTensors.buffers(num_steps, max_bs, self.context.device)
             self._buffers.append(made)
 
@@ -130,7 +130,7 @@ class MultiStepDraftBackend(DispatchingBackend):
             expected = f"as many for each, from 1 to {len(self.children)}"
             raise InvalidInput("out_cache_loc", got=got, expected=expected)
         values = _StepTensors.of(batch, num_steps)
-        room = next((each for each in self._buffers if each.fits(num_steps, num_rows)), None)
+        room = next((buffer for buffer in self._buffers if buffer.fits(num_steps, num_rows)), None)
         values = values if room is None else room.copy(values)
         lens_cpu, total = batch.seq_lens_cpu, batch.seq_lens_sum
         return tuple(

@@ -50,7 +50,7 @@ class HostTrees:
             tokens = tree.draft_tokens[:, : tree.num_nodes].tolist()
             return cls(tokens=tokens, parents=tree.parents.tolist())
         drafts: list[list[int]] = tree.draft_tokens[:, 1 : tree.num_nodes].tolist()
-        return cls(tokens=[[*each, END] for each in drafts], parents=None)
+        return cls(tokens=[[*draft, END] for draft in drafts], parents=None)
 
     def accepted(self, predict: Sequence[list[int]]) -> tuple[list[Sequence[int]], list[list[int]]]:
         """The result of `verify_tree_greedy`, in a fraction of its time: the nodes of each
@@ -114,7 +114,7 @@ def sampled_paths(
     def moved(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values.to(logits.device, non_blocking=True)
 
-    coins = torch.tensor([each.draw() for each in draws], dtype=torch.float64)
+    coins = torch.tensor([draw.draw() for draw in draws], dtype=torch.float64)
     found = choose(
         replace(
             tree,
@@ -130,6 +130,6 @@ def sampled_paths(
     laps.lap("wait")
     counts = [sum(node >= 0 for node in path) for path in nodes]
     paths = [path[:count] for path, count in zip(nodes, counts, strict=True)]
-    answers = [said[:count] for said, count in zip(tokens, counts, strict=True)]
-    unsound = any(NOT_A_NUMBER in said for said in answers)
+    answers = [row[:count] for row, count in zip(tokens, counts, strict=True)]
+    unsound = any(NOT_A_NUMBER in answer for answer in answers)
     return Answer(paths=paths, tokens=answers, predicted=answers, has_unsound=unsound)

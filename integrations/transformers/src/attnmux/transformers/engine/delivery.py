@@ -22,11 +22,11 @@ class Delivery:
     def __init__(self, plan: Plan, outputs: OutputQueue, stats: EngineStats) -> None:
         self._plan, self._outputs, self._stats = plan, outputs, stats
         requests = plan.sampled
-        self._takers = [(one, one.state.token_ids) for one in requests]
-        self._least_left = min([one.num_remaining for one in requests], default=0)
-        self._stop_ids = frozenset[int]().union(*{one.stop_ids for one in requests})
-        self._listens = any([one.on_text is not None for one in requests])
-        self._draws = any([one.sampler.draws_by is not None for one in requests])
+        self._takers = [(request, request.state.token_ids) for request in requests]
+        self._least_left = min([request.num_remaining for request in requests], default=0)
+        self._stop_ids = frozenset[int]().union(*{request.stop_ids for request in requests})
+        self._listens = any([request.on_text is not None for request in requests])
+        self._draws = any([request.sampler.draws_by is not None for request in requests])
         self.is_whole = False
         """Whether every request took all of its tokens."""
         self.has_ended = False

@@ -35,7 +35,9 @@ class OutputQueue:
     @property
     def request_ids(self) -> set[int]:
         """The requests with tokens here."""
-        return {one.request.id for one in self._waiting} | {one.request_id for one in self._told}
+        return {waiting.request.id for waiting in self._waiting} | {
+            one.request_id for one in self._told
+        }
 
     def add(self, request: LiveRequest, token: int, reason: FinishReason | None) -> None:
         """Give a request its new token, and note it; NOT_A_NUMBER is only noted.
@@ -74,14 +76,14 @@ class OutputQueue:
 
     def ends(self, request: LiveRequest) -> bool:
         """Whether the request's last token is here."""
-        return any(one.is_last and one.request is request for one in self._waiting) or any(
-            one.result is not None and one.request_id == request.id for one in self._told
-        )
+        return any(
+            waiting.is_last and waiting.request is request for waiting in self._waiting
+        ) or any(one.result is not None and one.request_id == request.id for one in self._told)
 
     def forget(self, request: LiveRequest) -> None:
         """Report nothing more about a request."""
         waiting = deque(one for one in self._waiting if one.request is not request)
-        told = [one for one in self._told if one.request_id != request.id]
+        told = [output for output in self._told if output.request_id != request.id]
         self._waiting, self._told = waiting, told
 
     def tell(self) -> None:

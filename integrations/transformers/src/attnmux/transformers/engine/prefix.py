@@ -126,7 +126,7 @@ class PrefixCache:
     def release(self, requests: Sequence[LiveRequest]) -> None:
         """Free the rows and slots of requests, and keep for others the whole pages of those that
         are sound. Requests that hold nothing are skipped."""
-        held = [one for one in requests if one.node is not None]
+        held = [owner for owner in requests if owner.node is not None]
         for request in held:
             if request.is_sound:
                 self.store(request)

@@ -92,7 +92,7 @@ class Speculation:
         with torch.inference_mode(False):
             runner = self._runner
             step = VerifyStep(
-                [one.state for one in requests],
+                [request.state for request in requests],
                 tree,
                 self._cache.steps,
                 runner.verify_graphs,
@@ -119,7 +119,9 @@ class Speculation:
         """
         running, self._running = self._running, None
         if running is not None:
-            running.commit(None if is_whole else [len(one.state.token_ids) for one in requests])
+            running.commit(
+                None if is_whole else [len(request.state.token_ids) for request in requests]
+            )
 
     def forget(self) -> None:
         """Drop a step that failed."""

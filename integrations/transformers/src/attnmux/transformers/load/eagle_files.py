@@ -193,7 +193,9 @@ def _fill(
     wrong = shapes.keys() ^ named.keys()
     wrong |= {name for name in shapes.keys() & named if named[name].shape != shapes[name]}
     if wrong:
-        got = f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of another shape"
+        got = (
+            f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of another shape"
+        )
         raise InvalidInput("draft", got=got, expected=FILES)
     head.load_state_dict(named)
     nn.Module.to(head, device=target.device, dtype=target.dtype).eval()

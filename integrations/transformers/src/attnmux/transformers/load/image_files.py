@@ -81,7 +81,7 @@ class ImageProcessor:
         except Exception as error:  # each processor has errors of its own
             expected = f"a text and images that the processor of {self._source} takes"
             raise InvalidInput(name, got=AttnmuxError.in_brief(error), expected=expected) from error
-        return {key: each for key, each in inputs.items() if isinstance(each, torch.Tensor)}
+        return {key: tensor for key, tensor in inputs.items() if isinstance(tensor, torch.Tensor)}
 
     def _placeholder(self) -> str:
         """The text that stands for an image. Gemma 3's processor writes the tokens around it."""

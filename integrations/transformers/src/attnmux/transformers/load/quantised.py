@@ -107,7 +107,7 @@ def _owner(scale: str, numbers: Mapping[str, int]) -> int | None:
     Names in files may lack the first part of a module's name.
     """
     for name in (scale.rpartition(".")[0], scale.rpartition(".")[0].rpartition(".")[0]):
-        found = [one for one in numbers if f".{one}".endswith(f".{name}")]
+        found = [number for number in numbers if f".{number}".endswith(f".{name}")]
         if name and len(found) == 1:
             return numbers[found[0]]
     return None

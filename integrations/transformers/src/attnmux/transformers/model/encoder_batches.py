@@ -50,7 +50,7 @@ class BatchedEncoder:
 
         Raises InvalidInput for other inputs.
         """
-        given = [self._checked(each) for each in inputs]
+        given = [self._checked(source) for source in inputs]
         states: list[torch.Tensor] = [torch.empty(0)] * len(given)
         for group in self._groups(given):
             rows = self._run([given[index] for index in group])
@@ -95,16 +95,16 @@ class BatchedEncoder:
             if set(given[alike[0]]) != {"input_ids"}:
                 yield from (alike[at : at + MOST_ROWS] for at in range(0, len(alike), MOST_ROWS))
             else:
-                yield from _fitting(alike, [_length(each) for each in given])
+                yield from _fitting(alike, [_length(source) for source in given])
 
     def _run(self, given: Sequence[Inputs]) -> list[torch.Tensor]:
         """Texts, or inputs of one shape, in one call."""
-        lens = [_length(each) for each in given] if "input_ids" in given[0] else []
+        lens = [_length(source) for source in given] if "input_ids" in given[0] else []
         if len(set(lens)) > 1:
-            batch = self._padded([each["input_ids"] for each in given], max(lens))
+            batch = self._padded([source["input_ids"] for source in given], max(lens))
         else:
             lens = []
-            batch = {name: torch.cat([each[name] for each in given]) for name in given[0]}
+            batch = {name: torch.cat([source[name] for source in given]) for name in given[0]}
         try:
             states = self._encoder(**batch).last_hidden_state
         except torch.OutOfMemoryError:
@@ -142,8 +142,8 @@ class BatchedEncoder:
             together = self._run([{"input_ids": text} for text in texts])
         layers = getattr(self._config.get_text_config(), "num_hidden_layers", None)
         return len(noted.callers) == layers and all(
-            float((one - other).abs().max()) <= TOLERANCE * float(other.abs().max())
-            for one, other in zip(together, alone, strict=True)
+            float((state - other).abs().max()) <= TOLERANCE * float(other.abs().max())
+            for state, other in zip(together, alone, strict=True)
         )
 
 

@@ -102,7 +102,7 @@ def read_arguments(
             got=f"query {tuple(query.shape)}",
             expected="[1, heads, T, dim]: the tokens of all requests in one row",
         )
-    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     return read_rows(q, k, v, attention_mask, layer_id=layer_id, **kwargs)  # type: ignore[arg-type]  # checked there
 
 

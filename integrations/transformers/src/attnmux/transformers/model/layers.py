@@ -123,7 +123,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         )
     text = config.get_text_config(decoder=True)
     inner = MODEL_MAPPING.get(type(text), None) if text is not config else None
-    classes = [one for one in (model_class, inner) if isinstance(one, type)]
+    classes = [kind for kind in (model_class, inner) if isinstance(kind, type)]
     if not any(map(_calls_interface, classes)):
         raise InvalidInput(
             name,
@@ -204,7 +204,7 @@ def _check_positions(probe: Probe) -> None:
     own, given, first = (_attended(probe, positions) for positions in (None, [0, 1, 2], [0, 0, 0]))
     for name, tokens, expected in (
         ("another count", given, own),
-        ("places in the row, not the positions given", first, [one[:1] for one in given]),
+        ("places in the row, not the positions given", first, [tensor[:1] for tensor in given]),
     ):
         if not _are_alike(tokens, expected):
             raise InvalidInput(

@@ -93,7 +93,7 @@ def _falcon(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         fused = module.query_key_value(hidden_states)
         fused = fused.view(1, -1, kv_heads, heads // kv_heads + 2, dim)
         q, k, v = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         if position_embeddings is not None and alibi is None:
             q, k = _beside(module, "apply_rotary_pos_emb")(q, k, *position_embeddings)
         else:
@@ -140,7 +140,7 @@ def _mpt(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         if module.clip_qkv:
             fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         heads = fused.view(1, -1, 3, module.n_heads, module.head_dim).unbind(2)
-        q, k, v = (each.transpose(1, 2) for each in heads)
+        q, k, v = (head.transpose(1, 2) for head in heads)
         # The model casts its mask, which is always causal, to bool
         context = attend(module, config, q, k, v, None, **given)
         return module.out_proj(context.flatten(2)), None

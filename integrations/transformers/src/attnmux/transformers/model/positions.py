@@ -70,7 +70,7 @@ class PositionTable:
         if self._rows is None:
             # Kept for later steps, whose graphs cannot hold tensors of inference mode
             with torch.inference_mode(False), torch.no_grad():
-                row = tuple(self._stretched(each, self.length) for each in args)
+                row = tuple(self._stretched(arg, self.length) for arg in args)
                 rows = self._embedded(*row, **kwargs)
                 self._rows = rows.reshape(-1, rows.shape[-1])
         return self._rows[self._given]
@@ -109,8 +109,12 @@ def take_positions(model: PreTrainedModel) -> None:
     # The signature tells callers which arguments the model's own forward takes.
     parameters = inspect.signature(own).parameters.values()
     mine = inspect.signature(forward).parameters["position_ids"]
-    named = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD]
+    named = [
+        parameter for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    rest = [
+        parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD
+    ]
     forward.__signature__ = inspect.Signature([*named, mine, *rest])  # type: ignore[attr-defined]  # inspect's
     model.forward = forward
 

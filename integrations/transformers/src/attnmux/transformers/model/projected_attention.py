@@ -43,7 +43,7 @@ def attend_projected(
     **given: object,
 ) -> torch.Tensor:
     """The context [1, T, Hq * Dv]. projected: Q, K and V [1, T, H * D]. shape: H and D."""
-    q, k, v = (each.view(1, -1, *shape).transpose(1, 2) for each in projected)
+    q, k, v = (tensor.view(1, -1, *shape).transpose(1, 2) for tensor in projected)
     return attend(module, config, q, k, v, mask, **given).flatten(2)
 
 
@@ -119,7 +119,9 @@ def bert(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     ) -> tuple[torch.Tensor, None]:
         heads = (1, -1, module.num_attention_heads, module.attention_head_size)
         projections = module.query, module.key, module.value
-        q, k, v = (each(hidden_states).view(heads).transpose(1, 2) for each in projections)
+        q, k, v = (
+            projection(hidden_states).view(heads).transpose(1, 2) for projection in projections
+        )
         if sinusoidal_pos is not None:
             turned = (q, k, v) if module.rotary_value else (q, k)
             turned = module.apply_rotary_position_embeddings(sinusoidal_pos, *turned)

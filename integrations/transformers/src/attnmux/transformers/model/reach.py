@@ -81,8 +81,8 @@ def _lengthen_tables(mask: object, length: int) -> None:
     None of the probe's tokens is in a block, nor is one of those that follow.
     """
     if isinstance(mask, tuple):  # joined masks
-        for each in mask:
-            _lengthen_tables(each, length)
+        for row in mask:
+            _lengthen_tables(row, length)
     cells: tuple[CellType, ...] = getattr(mask, "__closure__", None) or ()
     for cell in cells:
         held = cell.cell_contents

@@ -18,8 +18,8 @@ from attnmux.core import InvalidInput
 from attnmux.transformers.model.reach import LONGEST_READ, MaskFunction, Reach, read_reach
 
 AND_MASKS, PACKED = (
-    made.__code__
-    for made in (and_masks(causal_mask_function), packed_sequence_mask_function(torch.empty(0)))
+    function.__code__
+    for function in (and_masks(causal_mask_function), packed_sequence_mask_function(torch.empty(0)))
 )
 """The code of transformers' mask functions that are made of others, and of those for sequences that
 are packed into one row."""
@@ -275,7 +275,7 @@ def _content(value: object) -> Hashable:
         cells = value.__closure__ or ()
         return value.__code__, tuple(_content(cell.cell_contents) for cell in cells)
     if isinstance(value, tuple | list):
-        return tuple(_content(each) for each in value)
+        return tuple(_content(item) for item in value)
     if isinstance(value, torch.Tensor):
         # The left padding of chunked attention
         if value.ndim == 1 and not value.any():

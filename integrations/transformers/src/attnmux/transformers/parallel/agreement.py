@@ -43,7 +43,7 @@ def decided(
     read = json.loads(group.tell(told))
     if isinstance(read, dict):
         raise failure or _error_of(**read)
-    decisions = tuple(Decision.from_json(each) for each in read)
+    decisions = tuple(Decision.from_json(text) for text in read)
     problems = []
     for decision in decisions:
         try:
@@ -53,7 +53,7 @@ def decided(
     said = group.exchange("; ".join(problems))
     if any(said):
         name = decisions[0].hash[:12]
-        by_rank = [each or f"decision {name} holds" for each in said]
+        by_rank = [difference or f"decision {name} holds" for difference in said]
         raise RanksDiffer("the decision", by_rank=by_rank)
     return decisions
 
@@ -110,8 +110,8 @@ def together(group: RankGroup, make: Callable[[], T]) -> T:
     said = group.exchange(
         json.dumps([backend, reason or (AttnmuxError.in_brief(failure) if failure else "")])
     )
-    found = {rank: json.loads(each) for rank, each in enumerate(said)}
-    failed = {rank: each for rank, each in found.items() if each[1]}
+    found = {rank: json.loads(text) for rank, text in enumerate(said)}
+    failed = {rank: answer for rank, answer in found.items() if answer[1]}
     if not failed:
         return cast("T", made)
     if failure is not None and not backend:

@@ -123,7 +123,7 @@ class TokenJoints(Joints):
         for name, style in names:
             if style not in WHOLE:
                 sides[_parent(name)] |= {side for side in ("col", "row") if side in style}
-        split = {each for each, found in sides.items() if len(found) == 2}
+        split = {each for each, side in sides.items() if len(side) == 2}
         # Modules of attention find their part of a cache by this attribute
         split = {each for each in split if not hasattr(model.get_submodule(each), "layer_idx")}
         if not split:

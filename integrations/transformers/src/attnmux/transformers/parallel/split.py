@@ -206,10 +206,10 @@ def _keep_head(
         expected = f"a divisor of {group.size} ranks, or a multiple"
         raise InvalidInput(name, got=f"{heads} KV heads", expected=expected)
     first = group.rank * heads // group.size * head_dim
-    for each in ("weight", "bias"):
-        values = getattr(module, each, None)
+    for kind in ("weight", "bias"):
+        values = getattr(module, kind, None)
         if values is not None:
-            setattr(module, each, _parameter(values[first : first + head_dim]))
+            setattr(module, kind, _parameter(values[first : first + head_dim]))
 
 
 def _parameter(values: torch.Tensor) -> torch.nn.Parameter:

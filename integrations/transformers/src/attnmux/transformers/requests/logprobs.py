@@ -36,7 +36,9 @@ class Logprobs:
         cls, samplers: Sequence[Sampler], logits: torch.Tensor, tokens: torch.Tensor
     ) -> Logprobs | None:
         """None if no request asks for any. samplers: of the first rows."""
-        asked = [one.params.logprobs for one in samplers if one.params.logprobs is not None]
+        asked = [
+            sampler.params.logprobs for sampler in samplers if sampler.params.logprobs is not None
+        ]
         return cls(logits, tokens, max(asked)) if asked else None
 
     def of(self, row: int, token: int, most: int) -> TokenLogprobs:

@@ -110,7 +110,7 @@ def pool_sizes(
         tokens = own + max(full // WINDOW_SHARE, step_tokens)
         return min(-(-tokens // page_size) * page_size, full)
 
-    windowed = [each for each in layers if _is_windowed(each)]
+    windowed = [layer for layer in layers if _is_windowed(layer)]
     swa_bytes = bytes_per_token(windowed, decision) + more_bytes[1]
     full_bytes = token_bytes - swa_bytes + SLOT_MAP_BYTES
     if nbytes is not None:
@@ -196,7 +196,9 @@ def make_pool(
     does not suffice.
     """
     pools = [
-        _pool_like(alike[0], [each.layer_id for each in alike], decision, size=size, device=device)
+        _pool_like(
+            alike[0], [layer.layer_id for layer in alike], decision, size=size, device=device
+        )
         for alike in by_shape(layers, *STORED)
     ]
     return pools[0] if len(pools) == 1 else JoinedKVPool(pools)

@@ -98,8 +98,8 @@ def _by_image(inputs: Mapping[str, torch.Tensor], num_runs: int) -> list[list[to
         sizes = grid.prod(-1).tolist()
         if pixels is not None and len(sizes) == num_runs and sum(sizes) == pixels.shape[0]:
             return [list(pair) for pair in zip(torch.split(pixels, sizes), grid, strict=True)]
-    elif all(each.shape[:1] == (num_runs,) for each in whole):
-        return [[each[image] for each in whole] for image in range(num_runs)]
+    elif all(tensor.shape[:1] == (num_runs,) for tensor in whole):
+        return [[tensor[image] for tensor in whole] for image in range(num_runs)]
     return [whole] * num_runs
 
 

@@ -26,7 +26,7 @@ LONGEST = 4
 def read_ids(name: str, token_ids: Iterable[SupportsIndex]) -> list[int]:
     """Token ids as Python's ints, whatever integers they are. Raises InvalidInput for others."""
     try:
-        return [index(one) for one in token_ids]
+        return [index(token_id) for token_id in token_ids]
     except TypeError as error:
         raise InvalidInput(name, got=f"{error}", expected="a list of token ids") from error
 

@@ -107,11 +107,11 @@ def allocate(
         decision,
         max_tokens=capacity.pool_tokens(decision.page_size, ranks),
         nbytes=_kv_bytes(
-            decision, capacity, stored, states, ranks, sum(each.beside for each in taken), device
+            decision, capacity, stored, states, ranks, sum(cost.beside for cost in taken), device
         ),
         max_batch_size=capacity.max_batch_size,
         window_step_tokens=None if one_pool else capacity.window_step_tokens,
-        more_bytes=(sum(each.full for each in taken), sum(each.windowed for each in taken)),
+        more_bytes=(sum(cost.full for cost in taken), sum(cost.windowed for cost in taken)),
     )
     own, allocator, window_tree = make_pools(stored, decision, sizes, device=device, states=states)
     pool, allocator = ranks.building.shared_pool(own, allocator)

@@ -115,7 +115,7 @@ class Implementation:
         _check_causal(module, is_causal)
         bounds = [kwargs.get(name) for name in BOUNDS]
         kwargs = {name: passed for name, passed in kwargs.items() if name not in OF_PACKING}
-        if any(each is not None for each in bounds):
+        if any(bound is not None for bound in bounds):
             queries, keys = (
                 one if one is not None else other for one, other in (bounds, bounds[::-1])
             )

@@ -125,10 +125,10 @@ class ModelRunner(ModelOnBackend):
                 "encoder", got="inputs for an encoder", expected="none: the model has none"
             )
         longest = self.steps.max_encoder_len
-        for each in inputs:
-            check_inputs(each)
-            if "input_ids" in each:
-                ids = each["input_ids"].flatten().tolist()
+        for tensor in inputs:
+            check_inputs(tensor)
+            if "input_ids" in tensor:
+                ids = tensor["input_ids"].flatten().tolist()
                 check_prompt("encoder input_ids", ids, self.model.encoder_vocabulary, longest)
         states = self.model.encode(inputs)
         for rows in states:

@@ -283,4 +283,4 @@ class FixedPlan:
 
 def first_of(fixed: Iterable[FixedPlan], batch: ForwardBatch) -> FixedPlan | None:
     """The first buffers that hold the step: the same ones at capture and at every replay."""
-    return next((each for each in fixed if each.holds(batch)), None)
+    return next((buffers for buffers in fixed if buffers.holds(batch)), None)

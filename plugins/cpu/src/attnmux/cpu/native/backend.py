@@ -57,7 +57,7 @@ class Ranges:
             num_requests=len(spans.start),
         )
         if visible.item is not None:
-            native.hidden_from, native.hidden_to = (each.data_ptr() for each in visible.item)
+            native.hidden_from, native.hidden_to = (tensor.data_ptr() for tensor in visible.item)
         if visible.mask is not None:
             native.mask = visible.mask.keep.data_ptr()
             native.mask_row = visible.mask.row.data_ptr()

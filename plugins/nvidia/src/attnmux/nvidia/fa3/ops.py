@@ -151,7 +151,7 @@ def merge_state_v2(
     Returns v_merged and the LSE [T, H].
     """
     lse = torch.logaddexp(s_a, s_b)
-    mine, others = ((each - lse).exp_().unsqueeze(-1) for each in (s_a, s_b))
+    mine, others = ((part_lse - lse).exp_().unsqueeze(-1) for part_lse in (s_a, s_b))
     v_merged.copy_(v_a * mine + v_b * others)
     return v_merged, lse
 

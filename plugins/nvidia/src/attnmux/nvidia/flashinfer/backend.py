@@ -81,7 +81,7 @@ class FlashInferBackend(
             return step
         self._staging.wait()
         # The latest buffers first: a batch may have been captured again.
-        replayed = next((each for each in reversed(self._buffers) if each.has(batch)), None)
+        replayed = next((buffer for buffer in reversed(self._buffers) if buffer.has(batch)), None)
         if buffers is not None:
             step.wrappers |= buffers.capture(step)
         elif replayed is not None:

@@ -114,7 +114,9 @@ class FlashInferMLABackend(
         step = FlashInferMLAStep(batch, self.context, self._settings.page_size)
         if buffers is None:
             # The latest first: a batch may have been captured again.
-            buffers = next((each for each in reversed(self._buffers) if each.has(batch)), None)
+            buffers = next(
+                (buffer for buffer in reversed(self._buffers) if buffer.has(batch)), None
+            )
         elif batch.forward_mode not in CAPTURED:
             raise GraphUnsupported(
                 f"a captured launch fixes how rows are tiled, which {batch.forward_mode.name} with "

@@ -139,7 +139,7 @@ class FlashMLABackend(
         lens = keys[self._groups[0]].lens  # as in every group
         step.lens = KeyLens.of(lens, buffers.lens if buffers else None)
         lens = step.lens.at_least_one if self._is_fp8 else lens
-        step.keys = {group: each.with_lens(lens) for group, each in keys.items()}
+        step.keys = {group: key.with_lens(lens) for group, key in keys.items()}
         step.schedules = {heads: self._schedule(step, heads, buffers) for heads in self._heads}
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> FlashMLABuffers:

@@ -156,8 +156,8 @@ class TRTLLMMLABackend(
     def fill_step(self, step: TRTLLMMLAStep, batch: ForwardBatch) -> None:
         super().fill_step(step, batch)
         tables, keys = step.tables, LibraryBackend.filled(step.keys)
-        for group, own in keys.items():
-            _keep_to_own_pages(own, group.page_size)
+        for group, key in keys.items():
+            _keep_to_own_pages(key, group.page_size)
         if batch.forward_mode.is_draft_extend():
             lens = keys[self._groups[0]].lens
             step.padding = Padding.of(

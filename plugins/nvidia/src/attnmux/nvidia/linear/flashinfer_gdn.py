@@ -127,7 +127,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         states = StatePool.read(pool, rows, batch.seq_lens <= 1)
         inputs = (call.q, call.k, call.v, *decode_gates(call))
         q, k, v, a, b, out, states = _deducible(
-            [*(by_request(each, count) for each in inputs), _room(call, count), states],
+            [*(by_request(tensor, count) for tensor in inputs), _room(call, count), states],
             is_one_value=count * layer.num_v_heads == 1,
         )
         self.kernels.gated_delta_rule_decode(
@@ -156,7 +156,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         states = transposed(StatePool.read(pool, rows, batch.seq_lens <= 0))
         inputs = (call.q, call.k, call.v, *draft_gates(call))
         q, k, v, a, b, out, states = _deducible(
-            [*(by_request(each, count) for each in inputs), _room(call, count), states],
+            [*(by_request(tensor, count) for tensor in inputs), _room(call, count), states],
             is_one_value=count * num == 1,
         )
         after = states.new_empty((len(states), num, heads, DIM, DIM))
@@ -226,7 +226,7 @@ def _deducible(tensors: Sequence[torch.Tensor], *, is_one_value: bool) -> Sequen
     flashinfer 0.7.2 asks the CuTe DSL to deduce which dimension of such a tensor is contiguous,
     which raises RuntimeError.
     """
-    return [torch.cat([each, each]) for each in tensors] if is_one_value else tensors
+    return [torch.cat([tensor, tensor]) for tensor in tensors] if is_one_value else tensors
 
 
 def _room(call: LinearCall, count: int) -> torch.Tensor:

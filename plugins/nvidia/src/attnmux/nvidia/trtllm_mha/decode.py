@@ -65,18 +65,18 @@ class XQADecode(Decode):
     ) -> None:
         """Raises InvalidInput for layers of more heads a group than there are kernels for."""
         super().__init__(kernels, context, layers, workspace)
-        groups = [(_group_size(each.layer), each.layer.sinks is not None) for each in layers]
+        groups = [(_group_size(layer.layer), layer.layer.sinks is not None) for layer in layers]
         self._groups_with_sinks = {group for group, has_sinks in groups if has_sinks}
-        self._has_windows = any(each.layer.sliding_window_size >= 0 for each in layers)
-        self._sinks_zero_rows = not any(each.kv[0].dtype == FP8 for each in layers)
-        most = max(each.layer.tp_q_head_num for each in layers)
+        self._has_windows = any(layer.layer.sliding_window_size >= 0 for layer in layers)
+        self._sinks_zero_rows = not any(layer.kv[0].dtype == FP8 for layer in layers)
+        most = max(layer.layer.tp_q_head_num for layer in layers)
         floor = torch.full((most,), FLOOR, dtype=torch.float32, device=context.device)
         self._arguments = {}
-        for each in layers:
-            sinks = each.layer.sinks
+        for layer in layers:
+            sinks = layer.layer.sinks
             if sinks is None and self._sinks_zero_rows:
-                sinks = floor[: each.layer.tp_q_head_num]
-            self._arguments[each.layer.layer_id] = {**each.arguments, "sinks": sinks}
+                sinks = floor[: layer.layer.tp_q_head_num]
+            self._arguments[layer.layer.layer_id] = {**layer.arguments, "sinks": sinks}
         # Kept, since graphs read them.
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 

@@ -38,8 +38,12 @@ class LayersAttention:
         self._units, self._launcher = compute_units, launcher
         self._tile_units = 0 if splits.deterministic else compute_units
         """How a request's keys are split must not depend on its batch."""
-        self._share_attention = {name: ShareAttention(each) for name, each in layers.items()}
-        self._tile_attention = {name: self._tiles_of(each) for name, each in layers.items()}
+        self._share_attention = {
+            name: ShareAttention(attention) for name, attention in layers.items()
+        }
+        self._tile_attention = {
+            name: self._tiles_of(attention) for name, attention in layers.items()
+        }
         self._chain_attention: dict[tuple[int, int], tuple[TileAttention, Plans] | None] = {}
         """By layer and new tokens a request; None for chains that are verified in shares."""
         self._shares: dict[ShareKey, SharePlan] = {}

@@ -96,12 +96,12 @@ class SlotTables:
 
     def fill(self, step: TritonStep) -> None:
         """Translate the request table for the groups that need it."""
-        for group, own in self._own.items():
+        for group, slots in self._own.items():
             slot_map = self._context.token_to_kv_pool.slot_map(group.layer_id)
             if slot_map is None:
-                self._translate(group, own.table, step)
+                self._translate(group, slots.table, step)
             else:
-                self._look_up(group, own.table, slot_map, step)
+                self._look_up(group, slots.table, slot_map, step)
         table, tokens = self._context.req_to_token_pool.columns_for(self._page_size)
         self._request_table = Slots(
             table=table,

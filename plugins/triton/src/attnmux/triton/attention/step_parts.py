@@ -78,11 +78,13 @@ class StepCosts:
         return [TilesOfRequest(*numbers) for numbers in each]
 
     def tiles_us(self, requests: Sequence[TilesOfRequest]) -> float:
-        total = sum(each.total for each in requests) * self.kv_heads / self.units
-        longest = max(each.longest for each in requests) + FIXED_KEYS
+        total = sum(request.total for request in requests) * self.kv_heads / self.units
+        longest = max(request.longest for request in requests) + FIXED_KEYS
         # A turn of 64 keys took 0.91 us with heads of 64 columns, 1.34 with 128, 1.82 with 256
         us = max(longest, total) * (0.011 + 36e-6 * self.columns)
-        widened = sum(each.lens for each in requests) * self.values * WIDENED_BYTES * self.widens
+        widened = (
+            sum(request.lens for request in requests) * self.values * WIDENED_BYTES * self.widens
+        )
         return us + widened / BYTES_A_US
 
     def shares_us(self, lens: torch.Tensor) -> float:

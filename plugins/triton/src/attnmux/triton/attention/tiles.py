@@ -177,7 +177,7 @@ class TileAttention:
             return False
         if new is None or lens is None:
             return False
-        limits = [each for each in (layer.window, layer.chunk) if each > 0]
+        limits = [reach for reach in (layer.window, layer.chunk) if reach > 0]
         return takes_short_tiles(
             new,
             lens,

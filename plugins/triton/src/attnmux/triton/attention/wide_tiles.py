@@ -117,7 +117,7 @@ class WideTileAttention:
         narrow, (k_dim, v_dim) = self._layer.required_keys(), self._layer.shape.dims
         k, v, count = narrow.k, narrow.v, len(part.kv_heads)
         if part.q_heads is not None:
-            k, v = (each[:, part.kv_heads.start : part.kv_heads.stop] for each in (k, v))
+            k, v = (tensor[:, part.kv_heads.start : part.kv_heads.stop] for tensor in (k, v))
             lse = None if results.lse is None else results.lse[:, part.q_heads]
             results = Results(results.out[:, part.q_heads], lse)
             call = AttentionCall(q=call.q[:, part.q_heads], k=None, v=None, layer=call.layer)

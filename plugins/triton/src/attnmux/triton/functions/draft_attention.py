@@ -136,7 +136,9 @@ def make_attention(context: BackendContext) -> TritonDraftAttention:
 
 def try_layers(made: TritonDraftAttention, context: BackendContext) -> None:
     """Launch it once for each shape of the context's layers."""
-    for layer in {(each.tp_q_head_num, each.qk_head_dim): each for each in context.layers}.values():
+    for layer in {
+        (stored.tp_q_head_num, stored.qk_head_dim): stored for stored in context.layers
+    }.values():
         _try(made, layer, context)
 
 

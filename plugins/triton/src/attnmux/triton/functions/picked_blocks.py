@@ -112,7 +112,7 @@ class BlockAttention:
     def _bind(self, layer: TritonLayer, heads: int, size: int, *, has_lse: bool) -> BoundKernel:
         spec, (k_scale, v_scale) = layer.spec, layer.scales
         group, dims = spec.tp_q_head_num // heads, (spec.qk_head_dim, spec.v_head_dim)
-        widths = [max(LEAST, next_power_of_2(each)) for each in dims]
+        widths = [max(LEAST, next_power_of_2(dim)) for dim in dims]
         block_n, stages = _gathered(layer, sum(widths))
         return BoundKernel(
             self.launcher,

@@ -65,7 +65,7 @@ class Variants:
 def _listed(kernel: str, kind: type[Config]) -> tuple[Config, ...]:
     """A kernel's configurations in `hopper_configs`."""
     every = vars(hopper_configs).values()
-    return tuple(each for each in every if isinstance(each, kind) and each.kernel == kernel)
+    return tuple(config for config in every if isinstance(config, kind) and config.kernel == kernel)
 
 
 VARIANTS: Mapping[tuple[str, type[Config]], Variants] = {

@@ -110,7 +110,9 @@ def _others(variants: Variants, start: Config, axis: str | None) -> list[Config]
     if axis is None:
         return [base for base in variants.bases if base != start]
     changes: list[dict[str, Any]] = [{axis: number} for number in variants.axes[axis]]
-    return [replace(start, **each) for each in changes if each != {axis: getattr(start, axis)}]
+    return [
+        replace(start, **change) for change in changes if change != {axis: getattr(start, axis)}
+    ]
 
 
 def _together(job: Job, measure: Callable[[], Timed]) -> Timed:

@@ -240,7 +240,7 @@ class ImageReader(ModelPart):
         ]
         mask = handed.inputs.get("attention_mask")
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
-        own = [one for one in masks if one is not None and one.shape != (1, 1, 1, 1)]
+        own = [shown for shown in masks if shown is not None and shown.shape != (1, 1, 1, 1)]
         if more or own or handed.inputs.get("inputs_embeds") is None:
             raise InvalidInput(
                 "images",

@@ -62,8 +62,8 @@ class VisionTower:
         if tower is None:
             raise InvalidInput("images", got=f"{name}, which reads only text", expected="none")
         self._tower = tower
-        self._layers: list[Any] = [each for each in tower.modules() if _is_attention(each)]
-        specs = {_shape_of(each) for each in self._layers}
+        self._layers: list[Any] = [module for module in tower.modules() if _is_attention(module)]
+        specs = {_shape_of(layer) for layer in self._layers}
         if len(specs) != 1:
             raise InvalidInput(
                 "images",
@@ -206,8 +206,8 @@ def vision_forward(
     lens = (length,) * batch_size
     if cu_seq_lens_q is not None:
         lens = tuple(cu_seq_lens_q.diff().tolist())
-    q, k, v = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (query, key, value))
-    kept = {name: given for name, given in kwargs.items() if name not in PACKING}
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
+    kept = {name: value_of for name, value_of in kwargs.items() if name not in PACKING}
     out = tower.attend(q, k, v, Lens(lens, lens), **kept)
     return out.view(batch_size, length, num_heads, dim), None
 

@@ -136,7 +136,7 @@ def _selective_scan(
     The last three flags choose among ways to compute the same.
     """
     _refuse(mixer, kwargs)
-    x, steps, keys, queries = (row_of(mixer, each).t() for each in (hidden_states, dt, B, C))
+    x, steps, keys, queries = (row_of(mixer, tensor).t() for tensor in (hidden_states, dt, B, C))
     if delta_bias is not None:
         steps = steps + delta_bias.to(steps.dtype)
     if delta_softplus:

@@ -75,12 +75,12 @@ def has_mixers(model_class: type[torch.nn.Module]) -> bool:
 def has_attention(model_class: type[torch.nn.Module]) -> bool:
     """Whether a class beside the model's calls transformers' attention interface."""
     layers = _beside(model_class)
-    return any(calls(inspect.unwrap(one.forward), "ALL_ATTENTION_FUNCTIONS") for one in layers)
+    return any(calls(inspect.unwrap(layer.forward), "ALL_ATTENTION_FUNCTIONS") for layer in layers)
 
 
 def _beside(model_class: type[torch.nn.Module]) -> list[type[torch.nn.Module]]:
     beside = vars(sys.modules[model_class.__module__]).values()
-    return [one for one in beside if isinstance(one, type) and issubclass(one, torch.nn.Module)]
+    return [kind for kind in beside if isinstance(kind, type) and issubclass(kind, torch.nn.Module)]
 
 
 def _is_mixer(layer: type[torch.nn.Module]) -> bool:
@@ -115,7 +115,7 @@ class MixerRecorder:
             raise InvalidInput(mixer.name, got="a second recurrence", expected="one in each layer")
         self.recurrences[mixer.number] = asked
         group = asked.v.shape[1] // asked.q.shape[1]
-        q, k = (_normed(each.float(), asked.qk_l2norm) for each in (asked.q, asked.k))
+        q, k = (_normed(tensor.float(), asked.qk_l2norm) for tensor in (asked.q, asked.k))
         met = asked.scaling * (q * k).sum(-1, keepdim=True).repeat_interleave(group, dim=1)
         v = asked.v if asked.beta is None else asked.beta.unsqueeze(-1) * asked.v
         return (met * v).to(asked.v.dtype)

@@ -201,8 +201,8 @@ def _mlstm(mixer: Mixer) -> Callable[..., Any]:
         fgate: torch.Tensor,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        q, k, v = (row_of(mixer, each).transpose(0, 1) for each in (query, key, value))
-        gates, decays = (row_of(mixer, each).t().float() for each in (igate, fgate))
+        q, k, v = (row_of(mixer, tensor).transpose(0, 1) for tensor in (query, key, value))
+        gates, decays = (row_of(mixer, gate).t().float() for gate in (igate, fgate))
         asked = Recurrence(
             kind="mamba2",
             q=q.contiguous(),
@@ -264,7 +264,7 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
         earlier = delayed(module.v_proj_delayed(x), 1, of_none)
         v = torch.cat([module.v_proj_current(x), earlier], dim=-1).view(len(x), kv_heads, dim)
         made = mixed[:, :-kv_heads] + q, mixed[:, -kv_heads:] + k, v
-        return tuple(each.unsqueeze(0) for each in made)
+        return tuple(tensor.unsqueeze(0) for tensor in made)
 
     return forward
 

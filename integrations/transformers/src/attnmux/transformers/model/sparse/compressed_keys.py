@@ -119,7 +119,8 @@ class CompressedKeys:
         is_end = (places + 1) % size == 0
         loc = torch.where(is_end, pool.key_slots(slots[:, -1]), 0)
         keys, index_keys = (
-            each if each is None else each.masked_fill(~is_end.unsqueeze(1), 0) for each in made
+            tensor if tensor is None else tensor.masked_fill(~is_end.unsqueeze(1), 0)
+            for tensor in made
         )
         assert keys is not None
         keys = keys.unsqueeze(1)
@@ -192,8 +193,8 @@ class CompressedKeys:
         for slots, tokens in requests:
             keys = pool.keys(layer_id, slots.long())
             asked, weighed, place, into = (
-                each[tokens].view(len(slots), -1, *each.shape[1:])
-                for each in (q, weights, last, picks)
+                tensor[tokens].view(len(slots), -1, *tensor.shape[1:])
+                for tensor in (q, weights, last, picks)
             )
             at_once = max(1, SCORES_AT_ONCE // (len(slots) * q.shape[1] * keys.shape[1]))
             for start in range(0, asked.shape[1], at_once):
@@ -210,7 +211,7 @@ class CompressedKeys:
         if new_lens is not None and not captured:
             spans = tuple(lens_of(batch))
             of_token = token_rows(every, new_lens, num_tokens)
-            return _Step(of_token, spans, max(sum(each) for each in spans) // size)
+            return _Step(of_token, spans, max(sum(span) for span in spans) // size)
         new = num_tokens // max(1, requests)
         of_token = every.repeat_interleave(new, output_size=num_tokens)
         if captured:

@@ -89,7 +89,7 @@ class CompressedPool:
             what=f"keys of blocks of {pool.size} tokens in {len(self.layer_ids)} layers",
             hint="lower the number of tokens (size) or take a smaller KV dtype",
         )
-        pairs = {key: (each, each) for key, each in zip(self.layer_ids, buffers, strict=True)}
+        pairs = {key: (buffer, buffer) for key, buffer in zip(self.layer_ids, buffers, strict=True)}
         return ForeignKVPool(pairs, page_size=page_size)
 
     def _vectors(self, num_slots: int, dim: int, dtype: torch.dtype) -> IndexKPool:

@@ -65,7 +65,9 @@ class Compressor:
     def rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The rows of tokens, [T, row_dim]: values and gates, then those of the indexer."""
         parts = [self.module] if self.indexer is None else [self.module, self.indexer]
-        projections = [each for part in parts for each in (part.kv_proj, part.gate_proj)]
+        projections = [
+            projection for part in parts for projection in (part.kv_proj, part.gate_proj)
+        ]
         return torch.cat([project(hidden_states)[0] for project in projections], dim=-1)
 
     def make(self, blocks: BlockRows) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -121,7 +123,7 @@ class Compressor:
             return torch.equal(theirs, number <= last.unsqueeze(1))
         scores = index_scores(queries.q, index_keys, queries.weights)
         ours = (best_keys(scores, last, TRIED_TOPK).unsqueeze(-1) == number).any(1)
-        worst, expected = (scores.masked_fill(~each, torch.inf).amin(-1) for each in (theirs, ours))
+        worst, expected = (scores.masked_fill(~mask, torch.inf).amin(-1) for mask in (theirs, ours))
         as_many = torch.equal(theirs.sum(-1), ours.sum(-1))
         limit = TOLERANCE * scores.abs().max()
         return as_many and not bool((expected - worst > limit).any())
@@ -134,8 +136,8 @@ class Compressor:
         bias = module.position_bias
         if self.overlaps:
             values, gates = (
-                torch.cat([each[:, :size, :dim], each[:, size:, dim:]], dim=1)
-                for each in (values, gates)
+                torch.cat([tensor[:, :size, :dim], tensor[:, size:, dim:]], dim=1)
+                for tensor in (values, gates)
             )
             bias = torch.cat([bias[:, :dim], bias[:, dim:]])
         missing = blocks.missing.unsqueeze(-1)

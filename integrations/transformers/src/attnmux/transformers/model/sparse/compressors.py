@@ -123,7 +123,7 @@ class Compressors(ModelPart):
         does."""
         dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
         for shape, alike in self._by_shape().items():
-            ids = [one.layer_id for one in alike]
+            ids = [layer.layer_id for layer in alike]
             pool = CompressedPool(shape, pool=context.token_to_kv_pool, dtype=dtype, layer_ids=ids)
             layers = [context.layer(layer_id) for layer_id in ids]
             self.keys.update(dict.fromkeys(ids, CompressedKeys(pool, context, layers)))

@@ -80,7 +80,7 @@ class IndexKPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (*self._keys.values(), *self._scales.values()))
+        return sum(key.nbytes for key in (*self._keys.values(), *self._scales.values()))
 
     def rotated(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [..., index_head_dim] of queries or keys as they are multiplied. In an e4m3 pool
