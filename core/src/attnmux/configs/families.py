@@ -277,9 +277,9 @@ ROWS: tuple[tuple[str, Family], ...] = (
 
 def _by_type(rows: Iterable[tuple[str, Family]]) -> Mapping[str, Family]:
     pairs = [(name, family) for names, family in rows for name in names.split()]
-    found = dict(pairs)
-    assert len(found) == len(pairs), "a model type in two rows"
-    return found
+    by_type = dict(pairs)
+    assert len(by_type) == len(pairs), "a model type in two rows"
+    return by_type
 
 
 FAMILIES = _by_type(ROWS)

@@ -38,8 +38,8 @@ def layer_groups(
         }
     windowed_alone = family_of(values).sinks == "windowed"
     every, kinds = {}, {}
-    for place, (kind, own) in attention_layers(values).items():
-        of_layer = {**values, **own, "layer_types": [kind] if kind else []}
+    for place, (kind, shape) in attention_layers(values).items():
+        of_layer = {**values, **shape, "layer_types": [kind] if kind else []}
         heads, limits = heads_of(of_layer, tp), reach(of_layer)
         sinks = has_sinks and (limits["sliding_window"] is not None or not windowed_alone)
         every[place] = heads, {**limits, "sinks": sinks}

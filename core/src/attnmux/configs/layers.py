@@ -106,8 +106,8 @@ def _compressed(values: Mapping[str, Any]) -> list[str]:
 
 
 def _list(values: Mapping[str, Any], name: str) -> list[Any] | None:
-    found = values.get(name)
-    return list(found) if isinstance(found, (list, tuple)) else None
+    value = values.get(name)
+    return list(value) if isinstance(value, (list, tuple)) else None
 
 
 def _placed(values: Mapping[str, Any], attends: Callable[[int], bool], other: str) -> list[str]:
@@ -213,6 +213,6 @@ def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], .
     """(kind, how many) of the layers without softmax attention, by name. An unknown layer type
     keeps its name from config.json."""
     named = [name for kind in types if (name := BESIDE.get(kind, kind)) in LINEAR]
-    own = FAMILIES.get(model_type, PLAIN).recurrent
-    counts = Counter(own if own and name in UNNAMED else name for name in named)
+    recurrent = FAMILIES.get(model_type, PLAIN).recurrent
+    counts = Counter(recurrent if recurrent and name in UNNAMED else name for name in named)
     return tuple(sorted(counts.items()))

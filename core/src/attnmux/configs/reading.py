@@ -51,13 +51,13 @@ def request_from_model(
     dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(path)
     config = _with_quantisation(path)
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
-    asked = {name: Request.canonical_dtype(value, name) for name, value in dtypes.items() if value}
+    chosen = {name: Request.canonical_dtype(value, name) for name, value in dtypes.items() if value}
     try:
         fields = read_model(
-            config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights
+            config, tp, **chosen, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights
         )
         request = Request(**fields, origins=dict.fromkeys(fields, "model"))
-        return request.replace(**asked) if asked else request
+        return request.replace(**chosen) if chosen else request
     except InvalidInput as error:
         if error.argument in ("tp", "kv_dtype_skip"):
             raise
@@ -82,15 +82,15 @@ def _with_quantisation(path: Path) -> dict[str, Any]:
     """The config.json, with the `quantization_config` that ModelOpt may have in a file next to
     it."""
     config = load_config(path)
-    said = {} if config.get("quantization_config") is not None else _modelopt(_folder(path))
-    return {**config, **said}
+    scheme = {} if config.get("quantization_config") is not None else _modelopt(_folder(path))
+    return {**config, **scheme}
 
 
 def _modelopt(folder: Path) -> dict[str, Any]:
     """A `quantization_config` by ModelOpt, which may have a file of its own next to config.json."""
     try:
-        said = json.loads(Files.read(str(folder / MODELOPT_FILE), MOST_BYTES))
-        return {"quantization_config": said["quantization"]}
+        content = json.loads(Files.read(str(folder / MODELOPT_FILE), MOST_BYTES))
+        return {"quantization_config": content["quantization"]}
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return {}
 

@@ -79,7 +79,7 @@ def is_tower(parts: list[Mapping[str, Any]]) -> bool:
 def _at(values: Mapping[str, Any], path: str) -> Any:  # noqa: ANN401  # of JSON
     """The value at names with dots between them; None without it."""
     first, _, rest = path.partition(".")
-    found = values.get(first)
+    value = values.get(first)
     if not rest:
-        return found
-    return _at(found, rest) if isinstance(found, dict) else None
+        return value
+    return _at(value, rest) if isinstance(value, dict) else None

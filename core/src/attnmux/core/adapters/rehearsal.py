@@ -59,17 +59,17 @@ def rehearse_convolutions(
     states = StatePool.of(context)
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)
     drafts = context.request.spec_draft_tokens or 1
-    made = make(states.alike([layer], draft_tokens=drafts))
+    convolutions = make(states.alike([layer], draft_tokens=drafts))
     weight = torch.zeros((CHANNELS, TAPS), dtype=states.conv_dtype, device=states.device)
     for batch in smallest_batches(context):
         x = weight.new_zeros((batch.num_tokens, CHANNELS))
         call = ConvCall(x, weight, None, True, layer, 0, torch.empty_like(x))
         if batch.forward_mode.is_target_verify():
-            made.verify(call, batch)
+            convolutions.verify(call, batch)
         elif not batch.forward_mode.is_draft_extend():
             if batch.forward_mode.is_extend():
-                made.prepare(batch)
-            made.run(call, batch)
+                convolutions.prepare(batch)
+            convolutions.run(call, batch)
     return make(states)
 
 
@@ -136,7 +136,7 @@ def _brings_keys(layer: LayerSpec, context: BackendContext) -> bool:
 
 def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
     """One layer of each kind that a library may have a kernel of its own for."""
-    found: dict[object, LayerSpec] = {}
+    layers_by_kind: dict[object, LayerSpec] = {}
     for layer in context.layers:
         kind = (
             layer.kind,
@@ -152,8 +152,8 @@ def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
             layer.is_cross_attention,
             _brings_keys(layer, context),
         )
-        found.setdefault(kind, layer)
-    return list(found.values())
+        layers_by_kind.setdefault(kind, layer)
+    return list(layers_by_kind.values())
 
 
 def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) -> None:

@@ -336,8 +336,8 @@ class Offer:
     """`names` and those that are foreign. Lists that deny go by these."""
 
     def __post_init__(self) -> None:
-        own = (self.card.name, *self.card.aliases)
-        claims = frozenset((*own, *(f"{self.plugin}/{name}" for name in own)))
+        names = (self.card.name, *self.card.aliases)
+        claims = frozenset((*names, *(f"{self.plugin}/{name}" for name in names)))
         object.__setattr__(self, "address", f"{self.plugin}/{self.card.name}")
         object.__setattr__(self, "names", claims - self.foreign)
         object.__setattr__(self, "claims", claims)
@@ -345,5 +345,5 @@ class Offer:
     def versions(self, libraries: Libraries = installed_version) -> Mapping[str, str]:
         """The versions of the plugin and of the card's libraries that are installed."""
         named = sorted(self.card.libraries())
-        found = {name: version for name in named if (version := libraries(name)) is not None}
-        return FrozenMapping({**found, self.distribution or self.plugin: self.version})
+        installed = {name: version for name in named if (version := libraries(name)) is not None}
+        return FrozenMapping({**installed, self.distribution or self.plugin: self.version})

@@ -107,7 +107,7 @@ def read_options(
     Raises UnknownBackend for a name that no plugin offers, InvalidInput for an option that the
     backend does not have or a value that the option does not take.
     """
-    found: dict[str, dict[str, OptionValue]] = {}
+    options_by_address: dict[str, dict[str, OptionValue]] = {}
     for backend, values in given.items():
         meant = offers_named(backend, offers, libraries)
         for name, value in values.items():
@@ -121,8 +121,8 @@ def read_options(
                 raise _no_such(backend, name, meant)
             for offer, option in having:
                 read = _read(f"{backend}.{name}", value, option)
-                found.setdefault(offer.address, {})[name] = read
-    return found
+                options_by_address.setdefault(offer.address, {})[name] = read
+    return options_by_address
 
 
 def _no_such(backend: str, name: str, meant: Sequence[Offer]) -> InvalidInput:

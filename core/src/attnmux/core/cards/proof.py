@@ -81,8 +81,8 @@ class Verified(Plain):
     def covers(self, phase: str = "", kind: str = "") -> bool:
         """Whether the phase ran, on layers of the kind; empty for any."""
         return all(
-            not asked or not ran or asked in ran
-            for asked, ran in ((phase, self.phases), (kind, self.kinds))
+            not wanted or not ran or wanted in ran
+            for wanted, ran in ((phase, self.phases), (kind, self.kinds))
         )
 
     def __str__(self) -> str:
@@ -181,10 +181,10 @@ class Proven:
         phases: the requested ones; the least proven of them counts. layers: the requested kind of
         layers; empty for any.
         """
-        own = f"{platform.vendor}:{platform.arch}"
+        device = f"{platform.vendor}:{platform.arch}"
         covering = [[run for run in runs if run.covers(phase, layers)] for phase in phases or [""]]
-        each = [_ordered(some, lambda run: run.platform == own) for some in covering]
-        return max(each, key=lambda one: Proven.WORDS.index(one.word))
+        proofs = [_ordered(some, lambda run: run.platform == device) for some in covering]
+        return max(proofs, key=lambda one: Proven.WORDS.index(one.word))
 
 
 def doubt(
@@ -195,9 +195,11 @@ def doubt(
     proof = Proven.on(runs, platform, phases, layers)
     if proof.word == "hardware":
         return ""
-    own = f"{platform.vendor}:{platform.arch}"
+    device = f"{platform.vendor}:{platform.arch}"
     compilers = [run.libraries for word, run in proof.runs if word == "compiled"]
-    compiles = f"; its kernels compile for {own} ({', '.join(compilers[0])})" if compilers else ""
+    compiles = (
+        f"; its kernels compile for {device} ({', '.join(compilers[0])})" if compilers else ""
+    )
     ran = [run for run in runs if not run.compiled]
     return _never_ran(ran, platform, phases, layers) + compiles
 

@@ -54,14 +54,14 @@ class Assignment(NamedTuple):
 def best_assignment(problem: Problem, variants: Sequence[Variant]) -> Assignment | None:
     """The best assignment with the fewest coercions; None if nothing serves the request."""
     for _, alike in groupby(variants, key=lambda variant: len(variant.dropped)):
-        found = [
+        assignments = [
             ranked
             for variant in alike
             for point in feasible_points(problem, variant, candidates_of(problem, variant))
             for ranked in _assignments(problem, point)
         ]
-        if found:
-            return min(found, key=itemgetter(0))[1]
+        if assignments:
+            return min(assignments, key=itemgetter(0))[1]
     return None
 
 
@@ -160,17 +160,19 @@ def _compatible(
 
 def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
     """The places of two winners that exclude each other; empty if none do."""
-    for one, other in combinations(range(len(winners)), 2):
-        barred = problem.opponents(winners[one].address, problem.groups[one].lead)
+    for first, other in combinations(range(len(winners)), 2):
+        barred = problem.opponents(winners[first].address, problem.groups[first].lead)
         if problem.groups[other].lead in CACHED_LEADS and winners[other].address in barred:
-            return one, other
+            return first, other
     return ()
 
 
 def _tie(problem: Problem, variant: Variant, winners: tuple[Offer, ...]) -> Key:
     """Breaks a tie: by the values that decode's winner prefers, then by names, then by numbers."""
     request, demands = variant.request, variant.questions[problem.groups[0].phases[0]].demands
-    clause = next((each for each in winners[0].card.clauses if each.meets(demands)), None)
+    clause = next(
+        (admitting for admitting in winners[0].card.clauses if admitting.meets(demands)), None
+    )
     preferred = () if clause is None else clause.page_size.examples()
     stored = () if clause is None else clause.kv_dtype.examples()
     return (
@@ -207,13 +209,13 @@ def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:
 
 def coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
     """The named backends that companions replace, and the values that were left unset."""
-    made = [
+    changes = [
         replace(group.coercion, new=offer.card.name)
         for group, offer in zip(problem.groups, best.winners, strict=True)
         if group.coercion is not None
     ]
     for field in best.variant.dropped:
-        made.append(
+        changes.append(
             Coercion(
                 field=field,
                 old=str(getattr(problem.request, field)),
@@ -222,14 +224,14 @@ def coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
                 origin=problem.request.origins[field],
             )
         )
-    return tuple(made)
+    return tuple(changes)
 
 
 def _because(problem: Problem, best: Assignment, field: str) -> str:
-    asked = problem.variant(problem.request).questions
+    questions = problem.variant(problem.request).questions
     for group, offer in zip(problem.groups, best.winners, strict=True):
         for phase in group.phases:
-            for reason in shortcomings(offer.card, asked[phase]):
+            for reason in shortcomings(offer.card, questions[phase]):
                 if reason.axis == field:
                     return f"{offer.card.name} for {phase} offers {field} {reason.offered}"
     return "the backends of the phases share no other value"

@@ -112,7 +112,7 @@ def disagreements(
         here, there = getattr(platform, name), getattr(decided, name)
         if here != there:
             yield f"{name} {here or 'unknown'} here, {there or 'unknown'} in the decision"
-    found = {offer.address: offer for offer in offers}
+    by_address = {offer.address: offer for offer in offers}
     served: dict[Choice, list[str]] = {}
     for phase, choice in choices:
         those = served.setdefault(replace(choice, origin=""), [])
@@ -120,18 +120,18 @@ def disagreements(
             those.append(phase)
     for choice, phases in served.items():
         address = choice.address
-        if address not in found:
+        if address not in by_address:
             yield f"{address} for {' and '.join(phases)} is offered by no plugin here"
             continue
-        offer = found[address]
+        offer = by_address[address]
         yield from _otherwise(choice, offer)
         failing: dict[Reason, list[str]] = {}
-        asked = [phase for phase in phases if phase in request.phases]
-        for phase in asked:
-            told = check(
+        requested = [phase for phase in phases if phase in request.phases]
+        for phase in requested:
+            outcome = check(
                 offer.card, phase, request, platform, plugin=choice.plugin, libraries=libraries
             )
-            for reason in told.reasons:
+            for reason in outcome.reasons:
                 failing.setdefault(reason, []).append(phase)
         yield from (
             f"{address} does not serve {' and '.join(those)} here: {reason}"
@@ -139,7 +139,7 @@ def disagreements(
         )
         yield from (
             f"{address} is not accurate enough here: {reason}"
-            for reason in (accuracy(offer, request) if asked else ())
+            for reason in (accuracy(offer, request) if requested else ())
         )
 
 
@@ -156,5 +156,5 @@ def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
         ("masks of trees", ", ".join(offer.card.tree_masks), ", ".join(choice.tree_masks)),
     ):
         if here != decided:
-            said = f"{here or 'none'} here, {decided or 'none'} in the decision"
-            yield f"{offer.address}: {name} {said}"
+            differences = f"{here or 'none'} here, {decided or 'none'} in the decision"
+            yield f"{offer.address}: {name} {differences}"

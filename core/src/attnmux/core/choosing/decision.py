@@ -84,22 +84,25 @@ class Decision(Plain):
     def choices(self) -> tuple[tuple[str, Choice], ...]:
         """(phase, choice) of every backend that may run: first `phases`, then `decode_sizes`, then
         those of other layers."""
-        own = (
+        choices = (
             *self.phases.items(),
             *(("decode", decode_size.choice) for decode_size in self.decode_sizes),
         )
-        return (*own, *(pair for other in self.others for pair in other.choices))
+        return (*choices, *(pair for other in self.others for pair in other.choices))
 
     @property
     def part_choices(self) -> tuple[tuple[str, str, str, Choice], ...]:
         """(part, ask, phase, choice) of every backend that parts use, those of other layers too."""
-        own = (
+        choices = (
             (part, ask, phase, choice)
             for part, served in self.parts.items()
             for ask, phases in served.items()
             for phase, choice in phases.items()
         )
-        return (*own, *(part_choice for other in self.others for part_choice in other.part_choices))
+        return (
+            *choices,
+            *(part_choice for other in self.others for part_choice in other.part_choices),
+        )
 
     def answer(self, part: str, ask: str, phase: str) -> Choice | None:
         """The backend that answers a part's ask; None if nothing does."""
@@ -136,15 +139,15 @@ class Decision(Plain):
         that the decision names, with its options and its plugin's version. It leaves out the
         origins of values, the product's name, and the losers.
         """
-        asked = self.request.to_dict()
-        del asked["origins"]
+        request = self.request.to_dict()
+        del request["origins"]
         if not self.others:
-            del asked["other_layers"]
+            del request["other_layers"]
         if not self.request.parts:
-            del asked["parts"]
+            del request["parts"]
         decided = {
             "platform": [self.platform.vendor, self.platform.arch, self.platform.runtime],
-            "request": asked,
+            "request": request,
             "page_size": self.page_size,
             "kv_dtype": self.kv_dtype,
             "phases": {phase: choice.identity() for phase, choice in self.phases.items()},
@@ -184,37 +187,37 @@ class Decision(Plain):
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         here = (self.platform, platform, tuple(offers), libraries, accuracy)
-        found = [
+        differences = [
             f"the request demands the part {name}, and the decision has none"
             for name in demanded(self.request)
             if name not in self.parts and name not in DISPENSABLE
         ]
-        found += [
+        differences += [
             disagreement
             for group in self.groups
             for disagreement in group._disagreements(here, parts)
         ]
-        if found:
+        if differences:
             expected = "one that holds in this process too"
-            raise InvalidInput("decision", got="; ".join(found), expected=expected)
+            raise InvalidInput("decision", got="; ".join(differences), expected=expected)
         object.__setattr__(self, "is_checked", True)
 
     def _disagreements(self, here: Here, parts: Parts) -> list[str]:
         """Reasons why one group of layers cannot run in this process."""
-        left, found = self.request, []
+        left, differences = self.request, []
         for name, served in self.parts.items():
             part = parts(name)
             if part is None:
-                found.append(absence(name))
+                differences.append(absence(name))
                 continue
             left = part.left(left)
             asks = part.asks(self.request)
             for ask, phases in served.items():
                 if ask in asks:
-                    found += disagreements(phases.items(), asks[ask].request, *here)
+                    differences += disagreements(phases.items(), asks[ask].request, *here)
                 else:
-                    found.append(f"the part {name} does not ask for {ask} here")
-        return [*disagreements(self.choices, left, *here), *found]
+                    differences.append(f"the part {name} does not ask for {ask} here")
+        return [*disagreements(self.choices, left, *here), *differences]
 
     def to_dict(self) -> dict[str, Any]:
         data = {**plain_fields(self), "hash": self.hash}

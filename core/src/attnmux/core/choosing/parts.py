@@ -43,8 +43,8 @@ Parts = Callable[[str], "Part | None"]
 
 def demanded(request: Request) -> tuple[str, ...]:
     """The parts that a request demands, in the order of their names."""
-    own = [name for name, demands in OWN_DEMANDS.items() if demands(request)]
-    return tuple(sorted({*own, *(name for name, _ in request.parts)}))
+    names = [name for name, demands in OWN_DEMANDS.items() if demands(request)]
+    return tuple(sorted({*names, *(name for name, _ in request.parts)}))
 
 
 def installed_part(name: str) -> Part | None:

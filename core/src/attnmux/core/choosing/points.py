@@ -55,8 +55,8 @@ def _serving(
 ) -> list[Candidate]:
     """The offers with clauses in `near` that serve the group. `near` meets the demands `met`."""
     if group.offers is not problem.offers:
-        own = {offer.address for offer in group.offers}
-        near = [pair for pair in near if pair[0].address in own]
+        addresses = {offer.address for offer in group.offers}
+        near = [pair for pair in near if pair[0].address in addresses]
     common = _shared(questions[phase] for phase in group.phases)
     near = _meeting(near, [demand for demand in common if demand not in met])
     by_phase = []
@@ -66,19 +66,19 @@ def _serving(
         for offer, clause in _meeting(near, rest):
             clauses.setdefault(offer.address, []).append(clause)
         by_phase.append(clauses)
-    found = []
+    candidates = []
     for offer in {offer.address: offer for offer, _ in near}.values():
         served = all(offer.address in clauses for clauses in by_phase)
         if served and not problem.barred(offer.address):
-            found.append((offer, tuple(clauses[offer.address] for clauses in by_phase)))
-    return found
+            candidates.append((offer, tuple(clauses[offer.address] for clauses in by_phase)))
+    return candidates
 
 
 def _shared(questions: Iterable[Question]) -> dict[Demand, None]:
     """The demands of all of the questions, in the order of the axes."""
-    asked = [question.demands for question in questions]
-    shared = set(asked[0]).intersection(*asked)
-    return {demand: None for demand in asked[0] if demand in shared}
+    demands = [question.demands for question in questions]
+    shared = set(demands[0]).intersection(*demands)
+    return {demand: None for demand in demands[0] if demand in shared}
 
 
 def _meeting(stated: Stated, demands: Iterable[Demand]) -> Stated:
@@ -152,9 +152,9 @@ def _page_sizes(request: Request, clauses: Sequence[Clause]) -> list[int]:
 
 def _kv_dtypes(request: Request, clauses: Sequence[Clause]) -> list[str]:
     """The request's, else the model's; if both are unset, any that a candidate stores."""
-    given = request.kv_dtype or request.dtype
-    if given is not None:
-        return [given]
+    dtype = request.kv_dtype or request.dtype
+    if dtype is not None:
+        return [dtype]
     conditions = {clause.kv_dtype for clause in clauses}
     examples = {str(name) for condition in conditions for name in condition.examples()}
     return sorted(examples.union(until_allowed((FALLBACK_KV_DTYPE, *DTYPES), conditions)))

@@ -97,12 +97,12 @@ class Problem:
             and getattr(self.request, axis.name)
             and (self.policy.allow_coercion or self.request.origins[axis.name] in WEAK_ORIGINS)
         ]
-        found = [self.variant(self.request)]
+        variants = [self.variant(self.request)]
         for number in range(1, len(coercible) + 1):
             for dropped in combinations(coercible, number):
                 unset: dict[str, Any] = dict.fromkeys(dropped)
-                found.append(self.variant(self.request.replace(**unset), dropped))
-        return tuple(found)
+                variants.append(self.variant(self.request.replace(**unset), dropped))
+        return tuple(variants)
 
     def variant(
         self, request: Request, dropped: tuple[str, ...] = (), opened: Questions | None = None
@@ -126,24 +126,24 @@ def phases_by_lead(request: Request) -> Mapping[str, tuple[str, ...]]:
     A lead can be missing from its own phases: a request for verify alone is led by extend.
     """
     leader = request.verify_lead
-    found = {}
+    by_lead = {}
     for lead in LEADS:
         together = (lead, *FOLLOWERS) if lead == leader else (lead,)
         phases = tuple(phase for phase in request.phases if phase in together)
         if phases:
-            found[lead] = phases
-    return found
+            by_lead[lead] = phases
+    return by_lead
 
 
 def opposed(offers: Sequence[Offer]) -> Opposed:
     """The offers that exclude each other: a rule on one card holds in both directions."""
-    found: dict[str, set[str]] = {}
+    rivals: dict[str, set[str]] = {}
     for offer in offers:
         for other in offers if offer.card.excludes else ():
             if other is not offer and not other.names.isdisjoint(offer.card.excludes):
-                found.setdefault(offer.address, set()).add(other.address)
-                found.setdefault(other.address, set()).add(offer.address)
-    return {address: frozenset(others) for address, others in found.items()}
+                rivals.setdefault(offer.address, set()).add(other.address)
+                rivals.setdefault(other.address, set()).add(offer.address)
+    return {address: frozenset(others) for address, others in rivals.items()}
 
 
 def groups_of(
@@ -169,10 +169,10 @@ def groups_of(
 
 def _as_named(group: Group, policy: Policy, libraries: Libraries) -> Group:
     """The group with the offers that the policy names for it; `group` has all offers."""
-    given = policy.named_for(group.lead)
-    if given is None:
+    naming = policy.named_for(group.lead)
+    if naming is None:
         return group
-    field, name = given
+    field, name = naming
     source = policy.source_of(field)
     try:
         meant = offers_named(name, group.offers, libraries)
@@ -200,14 +200,14 @@ def _companions(
     name: str, group: Group, words: Sequence[str], libraries: Libraries
 ) -> tuple[Offer, ...]:
     """The installed companions; raises UnknownBackend if there are none."""
-    found: list[Offer] = []
+    companions: list[Offer] = []
     unknown: UnknownBackend | None = None
     for word in words:
         try:
-            found += offers_named(word, group.offers, libraries)
+            companions += offers_named(word, group.offers, libraries)
         except UnknownBackend as error:
             unknown = unknown or error
-    if not found and unknown is not None:
+    if not companions and unknown is not None:
         hint = f"{name} does not serve {group.lead} and names it as its companion; {unknown.hint}"
         raise UnknownBackend(unknown.name, known=unknown.known, hint=hint) from unknown
-    return tuple(found)
+    return tuple(companions)

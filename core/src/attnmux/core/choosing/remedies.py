@@ -86,14 +86,14 @@ class Remedies:
         offer that no change of the original request helps is not tried after another change."""
         problem, variant, _, _ = self._after(changes)
         known = self._ways(place, ()) if changes else None
-        found = {}
+        ways = {}
         for offer in problem.offers:
             if (known is None or offer.address in known) and not problem.barred(offer.address):
                 questions = [variant.questions[phase] for phase in problem.groups[place].phases]
                 needed = [remedy(offer.card, question) for question in questions]
                 if None not in needed:
-                    found[offer.address] = tuple(next(filter(None, needed), {}).items())
-        return found
+                    ways[offer.address] = tuple(next(filter(None, needed), {}).items())
+        return ways
 
     def _changed(
         self, changes: Changes

@@ -41,14 +41,14 @@ def required(card: BackendCard, libraries: Libraries, distribution: str) -> Iter
     """The requirements of the card, except those with an alternative whose marker does not hold
     here. distribution: the card's own, for the hints."""
     for alternatives, parsed in _needed_here(card.requirements()):
-        found, states = _standing(parsed, libraries)
+        versions, states = _standing(parsed, libraries)
         state = min(states, key=STATES.index)
-        name, version = found[states.index(state)]
+        name, version = versions[states.index(state)]
         yield Library(
             wanted=" or ".join(alternatives),
             installed="" if version is None else f"{name} {version}".strip(),
             state=state,
-            offered=", ".join(f"{name} {version or 'not installed'}" for name, version in found),
+            offered=", ".join(f"{name} {version or 'not installed'}" for name, version in versions),
             hint="" if state == "present" else install_hint(card, distribution, alternatives[0]),
         )
 
@@ -58,10 +58,10 @@ def _needed_here(
     requirements: tuple[tuple[str, ...], ...],
 ) -> tuple[tuple[tuple[str, ...], tuple[Requirement, ...]], ...]:
     """The alternatives whose markers hold here, as text and parsed."""
-    found = [(texts, tuple(map(parsed_requirement, texts))) for texts in requirements]
+    alternatives = [(texts, tuple(map(parsed_requirement, texts))) for texts in requirements]
     return tuple(
         (texts, parsed)
-        for texts, parsed in found
+        for texts, parsed in alternatives
         if all(
             requirement.marker is None or requirement.marker.evaluate() for requirement in parsed
         )

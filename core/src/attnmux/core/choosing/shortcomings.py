@@ -64,7 +64,9 @@ def remedy(card: BackendCard, question: Question) -> Mapping[str, str] | None:
     it does already, None if no change helps."""
     if not card.clauses:
         return None
-    clause, failed = _nearest([(one, [*one.failing(question.demands)]) for one in card.clauses])
+    clause, failed = _nearest(
+        [(option, [*option.failing(question.demands)]) for option in card.clauses]
+    )
     return _changes(clause, question, failed) or None if failed else {}
 
 

@@ -84,8 +84,8 @@ def solve(
     )
 
     def rank(one: Decision, phase: str) -> int:
-        asked = Question(request=one.request, platform=platform, phase=phase)
-        return ranking(by_address[one.phases[phase].address], asked).value
+        question = Question(request=one.request, platform=platform, phase=phase)
+        return ranking(by_address[one.phases[phase].address], question).value
 
     def main(left: Request) -> list[Decision]:
         problems = [
@@ -100,8 +100,8 @@ def solve(
     try:
         mains = main(left)
     except NoBackend as refused:
-        for each in after_refusal:
-            tried, used = left_by(left, [each]), inside_first([each, *always])
+        for trial in after_refusal:
+            tried, used = left_by(left, [trial]), inside_first([trial, *always])
             with suppress(NoBackend):
                 return asking.served(main(tried), request, tried, used)
         hints = [absence(name) for name in missing if DISPENSABLE[name]]
@@ -124,9 +124,9 @@ def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries
     best = best_together(problems, variants)
     if best is None:
         raise _refused(request, problems, variants)
-    given = read_options(problems[0].policy.options, problems[0].offers, libraries)
+    options = read_options(problems[0].policy.options, problems[0].offers, libraries)
     return [
-        _decision(problem, alike, assignment, given)
+        _decision(problem, alike, assignment, options)
         for problem, alike, assignment in zip(problems, variants, best, strict=True)
     ]
 
@@ -178,14 +178,14 @@ def _problem(
 
 def _check_kinds(request: object, platform: object, policy: object) -> None:
     """Raise InvalidInput for texts and mappings in place of a request or a platform."""
-    for name, given, kind, such_as in (
+    for name, value, kind, such_as in (
         ("request", request, Request, 'Request.parse("dtype=bf16,page_size=16")'),
         ("platform", platform, Platform, f'Platform.parse("{EXAMPLE}")'),
         ("policy", policy, Policy, "Policy(backend=NAME)"),
     ):
-        if not isinstance(given, kind):
+        if not isinstance(value, kind):
             expected = f"a {kind.__name__}, such as {such_as}"
-            raise InvalidInput(name, got=f"one of type {type(given).__name__}", expected=expected)
+            raise InvalidInput(name, got=f"one of type {type(value).__name__}", expected=expected)
 
 
 def _in_order(given: object) -> tuple[Offer, ...]:

@@ -33,12 +33,12 @@ def verdicts(
     problem: Problem, variants: Sequence[Variant], best: Assignment | None
 ) -> tuple[Verdict, ...]:
     """One for each offer and phase, in an order that does not depend on the order of the cards."""
-    found = _Verdicts(problem, variants, best).all()
+    all_verdicts = _Verdicts(problem, variants, best).all()
 
     def order(one: Verdict) -> tuple[int, bool, int, str, str]:
         return PHASES.index(one.phase), one.rank is None, one.rank or 0, one.backend, one.plugin
 
-    return tuple(sorted(found, key=order))
+    return tuple(sorted(all_verdicts, key=order))
 
 
 class _Verdicts:
@@ -61,14 +61,14 @@ class _Verdicts:
 
     def all(self) -> list[Verdict]:
         remedies, phases = Remedies(self._problem), demands_of(self._plain.values())
-        found = []
+        verdicts = []
         for offer in self._problem.offers:
             short = shortcomings_by_phase(offer.card, self._plain, phases)
             for place, group in enumerate(self._problem.groups):
                 for phase in group.phases:
                     reasons = remedies.checked(place, offer, short[phase])
-                    found.append(self._verdict(group, phase, offer, reasons))
-        return found
+                    verdicts.append(self._verdict(group, phase, offer, reasons))
+        return verdicts
 
     def _served_by(self, variant: int) -> Serving:
         questions = self._variants[variant].questions
@@ -86,8 +86,8 @@ class _Verdicts:
         for other in CACHED_LEADS if barred else ():
             serving = self._winners if variant is None else self._serving(variant)
             others = serving.get(other, ()) if other != group.lead else ()
-            if others and barred.issuperset(one.address for one in others):
-                names = " or ".join(one.card.name for one in others)
+            if others and barred.issuperset(excluded.address for excluded in others):
+                names = " or ".join(excluded.card.name for excluded in others)
                 return [
                     Reason(
                         code="EXCLUDED",
@@ -125,20 +125,22 @@ class _Verdicts:
         self, group: Group, phase: str, offer: Offer, reasons: Sequence[Reason], rank: Rank
     ) -> Verdict:
         """The verdict on an offer that serves the phase, at the decided point or at another."""
-        told = verdict(offer, phase, reasons, rank)
+        judged = verdict(offer, phase, reasons, rank)
         if self._best is None:
-            return told
+            return judged
         # What keeps it from serving as decided, with the winners of the others: its own phase's
         # reasons first, then those of the phases that one backend serves with it
         together, decided = (phase, *group.phases), self._best.variant.questions
-        failing = next((each for each in together if not offer.card.serves(decided[each])), "")
+        failing = next(
+            (unserved for unserved in together if not offer.card.serves(decided[unserved])), ""
+        )
         if failing:
             against = shortcomings(offer.card, decided[failing])
         else:
             against = self._excluded(group, offer, None)
         if not against:
-            return replace(told, eligible=True)
-        return replace(told, obstacle=Obstacle(phase=failing or phase, reasons=tuple(against)))
+            return replace(judged, eligible=True)
+        return replace(judged, obstacle=Obstacle(phase=failing or phase, reasons=tuple(against)))
 
     def _joint_reasons(self, group: Group, offer: Offer) -> list[Reason]:
         """Why an offer that serves a phase alone cannot serve the group."""
@@ -156,7 +158,7 @@ class _Verdicts:
         ]
 
     def _no_common_point(self, offer: Offer, group: Group) -> Reason:
-        phases = ", ".join(phase for each in self._problem.groups for phase in each.phases)
+        phases = ", ".join(phase for member in self._problem.groups for phase in member.phases)
         clauses = [clause for clause in offer.card.clauses if clause.phase.admits(group.lead)]
         pages = dict.fromkeys(str(clause.page_size) for clause in clauses)
         stored = dict.fromkeys(str(clause.kv_dtype) for clause in clauses)
@@ -188,8 +190,8 @@ def refusal(problem: Problem, candidates: Sequence[Verdict]) -> NoBackend:
     lines = [f"  {which}: {why}" for which, why in _grouped(near)]
     lines += [f"  for {what}: {', '.join(names)}" for what, names in others]
     encoder = any("encoder" in group.phases for group in failing)
-    said = [*sources, *(["multimodal=false asks for no encoder"] if encoder else ())]
-    hint = f" ({'; '.join(said)})" if said else ""
+    hints = [*sources, *(["multimodal=false asks for no encoder"] if encoder else ())]
+    hint = f" ({'; '.join(hints)})" if hints else ""
     return NoBackend("\n".join([f"{who} {phases} on {where}{hint}", *lines]), candidates)
 
 

@@ -30,18 +30,18 @@ def parts_of(
 
     Raises NoBackend, with the line that installs it, for another part that is missing.
     """
-    found, missing = [], []
+    named, missing = [], []
     for name in demanded(request):
         part = parts(name)
         if part is not None and part.wants(request):
-            found.append((name, part))
+            named.append((name, part))
         elif part is None and name in DISPENSABLE:
             missing.append(name)
         elif name not in DISPENSABLE:
             why = absence(name) if part is None else f"the part {name} does not take such a request"
             raise NoBackend(f"nothing serves the request: {why}")
-    always = [pair for pair in found if not pair[1].after_refusal]
-    return inside_first(always), [pair for pair in found if pair[1].after_refusal], missing
+    always = [pair for pair in named if not pair[1].after_refusal]
+    return inside_first(always), [pair for pair in named if pair[1].after_refusal], missing
 
 
 def inside_first(parts: Iterable[Named]) -> list[Named]:
@@ -77,7 +77,7 @@ class Asking:
         """
         if not parts:
             return Decision.of_groups(mains, request.other_layers)
-        found: list[Decision] = []
+        decisions: list[Decision] = []
         for main, group_request, left_request in zip(
             mains, group_requests(request), group_requests(left), strict=True
         ):
@@ -87,10 +87,10 @@ class Asking:
                     name in demanded(group_request) and part.wants(group_request)
                 ):
                     continue
-                if part.around == "layers" or not found:
+                if part.around == "layers" or not decisions:
                     decision = self._with_part(decision, main, name, part)
-            found.append(decision)
-        return Decision.of_groups(found, request.other_layers)
+            decisions.append(decision)
+        return Decision.of_groups(decisions, request.other_layers)
 
     def _with_part(self, decision: Decision, main: Decision, name: str, part: Part) -> Decision:
         """main: before any part, with the request that was left."""
@@ -99,8 +99,8 @@ class Asking:
         for title, ask in part.asks(decision.request).items():
             answer, change = self._answer(ask, main)
             if change is not None:
-                told = (phase for phase, (other, _) in part.phases.items() if other == title)
-                changes.append(replace(change, field=f"backend for {next(told, title)}"))
+                lent = (phase for phase, (other, _) in part.phases.items() if other == title)
+                changes.append(replace(change, field=f"backend for {next(lent, title)}"))
             if answer is not None:
                 served[title] = answer
         phases = dict(decision.phases)
@@ -120,24 +120,24 @@ class Asking:
         """The backends that answer, and the change if the named one does not."""
         if ask.rivals and ask.rivals not in main.phases:
             return None, None
-        given = self.policy.named_for(ask.named_for) if ask.named_for else None
-        origin = "" if given is None else self.policy.origins.get(given[0], "user")
+        naming = self.policy.named_for(ask.named_for) if ask.named_for else None
+        origin = "" if naming is None else self.policy.origins.get(naming[0], "user")
         free, change = _unnamed(self.policy), None
-        bound = free if given is None else _bound(free, given[1], origin)
+        bound = free if naming is None else _bound(free, naming[1], origin)
         try:
-            found = self.solve(ask.request, policy=bound)
+            answer = self.solve(ask.request, policy=bound)
         except NoBackend:
-            if given is None and ask.is_optional:
+            if naming is None and ask.is_optional:
                 return None, None
-            if given is None or not ask.otherwise:
+            if naming is None or not ask.otherwise:
                 raise
-            found = self.solve(ask.request, policy=free)
-            new = next(iter(found.phases.values())).backend
-            because = f"{given[1]} {ask.otherwise}"
-            change = Coercion(field="", old=given[1], new=new, because=because, origin=origin)
-        if ask.rivals and self.rank(found, ask.rivals) > self.rank(main, ask.rivals):
+            answer = self.solve(ask.request, policy=free)
+            new = next(iter(answer.phases.values())).backend
+            because = f"{naming[1]} {ask.otherwise}"
+            change = Coercion(field="", old=naming[1], new=new, because=because, origin=origin)
+        if ask.rivals and self.rank(answer, ask.rivals) > self.rank(main, ask.rivals):
             return None, None
-        return found.phases, change
+        return answer.phases, change
 
 
 def _unnamed(policy: Policy) -> Policy:
@@ -149,8 +149,8 @@ def _unnamed(policy: Policy) -> Policy:
 def _bound(policy: Policy, name: str, origin: str) -> Policy:
     """The policy that names one backend for prompts and for decode, without its companions."""
     names = ("prefill_backend", "decode_backend")
-    given: dict[str, Any] = dict.fromkeys(names, name)
-    return replace(policy, **given, origins=dict.fromkeys(names, origin))
+    named: dict[str, Any] = dict.fromkeys(names, name)
+    return replace(policy, **named, origins=dict.fromkeys(names, origin))
 
 
 def _restored(decided: Request, asked: Request, left: Request) -> Request:
@@ -161,5 +161,5 @@ def _restored(decided: Request, asked: Request, left: Request) -> Request:
     changed = [name for name in names if getattr(asked, name) != getattr(left, name)]
     origins = {name: value for name, value in decided.origins.items() if name not in changed}
     origins.update((name, asked.origins[name]) for name in changed if name in asked.origins)
-    given: dict[str, Any] = {name: getattr(asked, name) for name in changed}
-    return replace(decided, **given, origins=FrozenMapping(origins))
+    original: dict[str, Any] = {name: getattr(asked, name) for name in changed}
+    return replace(decided, **original, origins=FrozenMapping(origins))

@@ -126,16 +126,16 @@ def machine(
     decides among several kinds of its type.
     """
     if wanted is None:
-        found = run.detect(plugins)
+        detection = run.detect(plugins)
         kind = device.partition(":")[0]
-        if sum(platform.device_type == kind for platform in found.platforms) > 1:
+        if sum(platform.device_type == kind for platform in detection.platforms) > 1:
             import torch  # noqa: PLC0415  # most questions need none
 
             from attnmux.core.engines.device_platforms import platform_of  # noqa: PLC0415  # imports torch
 
             named = settings.where("platform")
-            return platform_of(torch.device(device), found, settings.platform, named=named)
-        return found.pick(settings.platform, named=settings.where("platform"))
+            return platform_of(torch.device(device), detection, settings.platform, named=named)
+        return detection.pick(settings.platform, named=settings.where("platform"))
     if Platform.describes(wanted):
         return Platform.parse(wanted)
     try:
@@ -180,8 +180,8 @@ def ask(
         answer = refusal
     if not device.is_here or isinstance(answer, NoBackend):
         _warn_of_absent_plugin(run, offers, device.vendor)
-    told = (request, device, policy, offers, settings, given, platform, answer)
-    return Asked(*told, measurements=measurements)
+    fields = (request, device, policy, offers, settings, given, platform, answer)
+    return Asked(*fields, measurements=measurements)
 
 
 def with_eager_note(decision: Decision) -> Decision:

@@ -62,19 +62,19 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
 def tried(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
     """The plugins with the report of a child process for each, and the cards of those that it could
     load."""
-    found = []
+    tried_plugins = []
     for plugin in plugins:
-        each = plugin if plugin.failures else probe([plugin], seconds)[0]
-        if all(failure.stage == "platforms" for failure in each.failures):
-            each = each._replace(cards=manager().load(plugin).cards)
-        found.append(each)
-    return found
+        attempt = plugin if plugin.failures else probe([plugin], seconds)[0]
+        if all(failure.stage == "platforms" for failure in attempt.failures):
+            attempt = attempt._replace(cards=manager().load(plugin).cards)
+        tried_plugins.append(attempt)
+    return tried_plugins
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    told: dict[str, list[dict[str, Any]]] = {}
+    by_plugin: dict[str, list[dict[str, Any]]] = {}
     for backend in diagnosis.backends:
-        told.setdefault(backend.offer.plugin, []).append(backend.to_dict())
+        by_plugin.setdefault(backend.offer.plugin, []).append(backend.to_dict())
     return {
         "python": sys.version.split()[0],
         "core": installed_version("attnmux-core"),
@@ -89,7 +89,7 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "status": _status(plugin),
                 "seconds": round(plugin.seconds, 3),
                 "platforms": [str(platform) for platform in plugin.platforms],
-                "backends": told.get(plugin.name, []) if plugin.cards else [],
+                "backends": by_plugin.get(plugin.name, []) if plugin.cards else [],
                 "failures": plain(plugin.failures),
             }
             for plugin in diagnosis.plugins
@@ -160,10 +160,10 @@ def _status(plugin: Plugin) -> str:
 def _print_backends(console: Console, diagnosis: Diagnosis) -> None:
     here = [backend for backend in diagnosis.backends if backend.here != ELSEWHERE]
     rows = []
-    for each in here:
+    for diagnosed in here:
         # Installing a library helps only where nothing else is missing
-        lines = "\n".join(_libraries(each)) if each.here in (READY, LACKING) else ""
-        rows.append((each.offer.address, proof_cell(each.proof), each.here, lines))
+        lines = "\n".join(_libraries(diagnosed)) if diagnosed.here in (READY, LACKING) else ""
+        rows.append((diagnosed.offer.address, proof_cell(diagnosed.proof), diagnosed.here, lines))
     print_rows(console, ("backend", "proof", "here", "libraries"), rows)
     others = [backend.offer.address for backend in diagnosis.backends if backend not in here]
     print_elsewhere(console, others, "attnmux backends --all")
@@ -175,7 +175,7 @@ def _libraries(backend: Backend) -> Iterator[str]:
         if library.state == "present":
             yield library.installed
             continue
-        found = f" ({library.installed})" if library.installed else ""
-        yield f"{library.wanted}: {library.state}{found}"
+        version = f" ({library.installed})" if library.installed else ""
+        yield f"{library.wanted}: {library.state}{version}"
         if library.hint:
             yield f"  {library.hint}"

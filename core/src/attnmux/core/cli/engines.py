@@ -186,26 +186,26 @@ def _choices(decision: Decision) -> Iterator[Choice]:
 def _variables(asked: Asked, *, measured: bool) -> Iterator[tuple[str, str]]:
     """(setting, value) of all that the command line set for attnmux itself. measured: whether
     measurements counted."""
-    given, settings, policy = asked.given, asked.settings, asked.policy
-    if given["without"]:
-        got, expected = ", ".join(sorted(given["without"])), "none with --engine, which has them"
+    flags, settings, policy = asked.given, asked.settings, asked.policy
+    if flags["without"]:
+        got, expected = ", ".join(sorted(flags["without"])), "none with --engine, which has them"
         raise InvalidInput("--without", got=got, expected=expected)
     for name in NAMING:
         overruled = getattr(settings, name) and getattr(policy, name) is None
-        if given.get(name) or overruled:
-            yield name, given.get(name) or ""
+        if flags.get(name) or overruled:
+            yield name, flags.get(name) or ""
     options = [
         f"{backend}.{option}={value}"
         for backend, values in policy.options.items()
         for option, value in values.items()
     ]
-    said = {name for name, source in settings.sources.items() if source.startswith("--")}
+    from_options = {name for name, source in settings.sources.items() if source.startswith("--")}
     set_here = {
-        "options": ",".join(options) if given["options"] else "",
-        "allow_coercion": "true" if given["allow_coercion"] else "",
+        "options": ",".join(options) if flags["options"] else "",
+        "allow_coercion": "true" if flags["allow_coercion"] else "",
         "no_measurements": "" if measured else "true",
         "platform": asked.platform or "" if asked.device.is_here else "",
-        "no_plugins": "true" if "no_plugins" in said else "",
-        "no_shipped_figures": "true" if "no_shipped_figures" in said else "",
+        "no_plugins": "true" if "no_plugins" in from_options else "",
+        "no_shipped_figures": "true" if "no_shipped_figures" in from_options else "",
     }
     yield from ((name, value) for name, value in set_here.items() if value)

@@ -90,9 +90,9 @@ def render_machines(asked: Sequence[Asked]) -> None:
             served.setdefault(choice, []).append(phase)
         proofs = {
             choice.backend: Proven.on(
-                cards[choice.address].verified_on, device, own, answer.request.kind
+                cards[choice.address].verified_on, device, served_phases, answer.request.kind
             ).word
-            for choice, own in served.items()
+            for choice, served_phases in served.items()
             if choice.address in cards
         }
         notes = [f"{change.field} became {change.new}" for change in answer.coercions]
@@ -138,17 +138,17 @@ def render_decision(
         )
         console.print(Text(line, style="yellow"))
     console.print()
-    for layers, told in (("", explanation.outcomes), *explanation.others):
+    for layers, outcomes in (("", explanation.outcomes), *explanation.others):
         if layers:
             console.print()
             console.print(Text(f"{layers}:", style="bold"))
         if explain:
-            _print_chosen(console, told, len(decision.phases))
+            _print_chosen(console, outcomes, len(decision.phases))
             for doubt in () if layers else explanation.doubts:
                 console.print(Text(doubt, style="dim"))
-            _print_losers(console, told, len(decision.phases), every=every)
+            _print_losers(console, outcomes, len(decision.phases), every=every)
         else:
-            _print_fitting(console, told, len(decision.phases))
+            _print_fitting(console, outcomes, len(decision.phases))
     if explain:
         for figured in explanation.figures:
             _print_figures(console, figured)

@@ -59,11 +59,11 @@ class Run:
         settings = Settings.load()
         self.debug = self.debug or settings.debug
         flags["no_plugins"] = "--no-plugins" if self.no_plugins else ""
-        given = {name: option for name, option in flags.items() if option}
-        if not given:
+        named = {name: option for name, option in flags.items() if option}
+        if not named:
             return settings
-        turned_on: dict[str, Any] = dict.fromkeys(given, True)
-        sources = FrozenMapping({**settings.sources, **given})
+        turned_on: dict[str, Any] = dict.fromkeys(named, True)
+        sources = FrozenMapping({**settings.sources, **named})
         return replace(settings, **turned_on, sources=sources)
 
     def plugins(self, settings: Settings) -> Plugins:
@@ -123,10 +123,10 @@ class Run:
             return
         from attnmux.core.measured.passes import Passes  # noqa: PLC0415  # most cards prove enough
 
-        for each in Unverified.by_cards(
+        for warning in Unverified.by_cards(
             decision, offers, measurements, Passes.in_cache(Settings.cache_folder())
         ):
-            self.warn(str(each))
+            self.warn(str(warning))
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
         """Everything that was tuned on this machine, with a warning for all that cannot be read."""
@@ -227,12 +227,12 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 def common_options(command: F) -> F:
     """The options of every verb: --json, --no-plugins and --debug."""
-    for name, said in (
+    for name, text in (
         ("--debug", "Show the traceback of an error."),
         ("--no-plugins", "Load no plugin."),
     ):
         command = click.option(
-            name, help=said, is_flag=True, is_eager=True, expose_value=False, callback=_set
+            name, help=text, is_flag=True, is_eager=True, expose_value=False, callback=_set
         )(command)
     return click.option(
         "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."

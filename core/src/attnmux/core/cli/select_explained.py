@@ -63,7 +63,10 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         return {
             **plain_fields(self),
-            "others": [{"layers": one, "outcomes": plain(told)} for one, told in self.others],
+            "others": [
+                {"layers": one, "outcomes": plain(group_outcomes)}
+                for one, group_outcomes in self.others
+            ],
         }
 
     def of(self, offers: Iterable[Offer]) -> Explanation:
@@ -88,16 +91,18 @@ def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> 
     if skip is not None:
         values.append(_stated("kv_dtype_skip", skip, "user", COMMAND_LINE))
     if isinstance(answer, NoBackend):
-        told = outcomes_of_refusal(
+        chosen_outcomes = outcomes_of_refusal(
             asked.request, asked.device, answer.candidates, asked.offers, asked.policy
         )
-        return Explanation(outcomes=told, values=tuple(values), doubts=())
-    told, *others = (outcomes(group, asked.offers, asked.policy) for group in answer.groups)
+        return Explanation(outcomes=chosen_outcomes, values=tuple(values), doubts=())
+    chosen_outcomes, *others = (
+        outcomes(group, asked.offers, asked.policy) for group in answer.groups
+    )
     doubts = [
         f"{doubt.offer.card.name}: {doubt.reason}" for doubt in doubtful(answer, asked.offers)
     ]
     return Explanation(
-        outcomes=told,
+        outcomes=chosen_outcomes,
         values=(*values, *_options(asked, answer)),
         doubts=(
             *dict.fromkeys(doubts),

@@ -75,20 +75,20 @@ def print_rows(
     Text wraps between words. styles: of the rows.
     """
     styles = styles or [""] * len(rows)
-    told = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
-    *widths, longest = [max(map(len, cells)) for cells in zip(columns, *told, strict=True)]
+    texts = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
+    *widths, longest = [max(map(len, cells)) for cells in zip(columns, *texts, strict=True)]
     if console.width < UNWRAPPED:
-        words = [len(word) for row in told for word in row[0].plain.split()]
+        words = [len(word) for row in texts for word in row[0].plain.split()]
         widths[0] = max(min(widths[0], LIST_WIDTH), len(columns[0]), *words, 0)
         room = console.width - sum(widths) - GAP * len(widths)
         if room < min(PROSE_WIDTH, longest):
-            _print_paragraphs(console, told, styles)
+            _print_paragraphs(console, texts, styles)
             return
     table = plain_table()
     for name, width in zip(columns, widths, strict=False):
         table.add_column(name, width=width)
     table.add_column(columns[-1], overflow="fold")
-    for row, style in zip(told, styles, strict=True):
+    for row, style in zip(texts, styles, strict=True):
         table.add_row(*row, style=style)
     console.print(table)
 

@@ -142,22 +142,22 @@ def _outside() -> dict[str, list[EntryPoint]]:
     that cannot be read.
     """
     allow, deny = Settings.load().plugin_filter()
-    found: dict[str, list[EntryPoint]] = {}
+    points_by_name: dict[str, list[EntryPoint]] = {}
     for name, points in _installed().items():
         for point in points:
             whose = _distribution(point)
-            own = whose == OPTIONAL.get(name, ("",))[0]
-            if is_admitted(whose, None if own else allow, deny):
-                found.setdefault(name, []).append(point)
-    return found
+            is_owner = whose == OPTIONAL.get(name, ("",))[0]
+            if is_admitted(whose, None if is_owner else allow, deny):
+                points_by_name.setdefault(name, []).append(point)
+    return points_by_name
 
 
 def _installed() -> dict[str, list[EntryPoint]]:
-    found: dict[str, list[EntryPoint]] = {}
+    points_by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(GROUP)[0]:
         if point.name not in VERBS:
-            found.setdefault(point.name, []).append(point)
-    return found
+            points_by_name.setdefault(point.name, []).append(point)
+    return points_by_name
 
 
 def _listed() -> dict[str, list[EntryPoint]]:

@@ -76,9 +76,9 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
 def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
     """Raise BackendFailed if one graph runner cannot pad for both, so that an automatic choice
     continues without `choice`, the other one's."""
-    known, own = (backend.get_cuda_graph_seq_len_fill_value() for backend in (first, other))
-    if own != known:
-        reason = f"it has padding rows of {own} tokens, and the other backend of {known}"
+    known, padding = (backend.get_cuda_graph_seq_len_fill_value() for backend in (first, other))
+    if padding != known:
+        reason = f"it has padding rows of {padding} tokens, and the other backend of {known}"
         raise BackendFailed(choice.address, reason)
 
 
@@ -95,19 +95,19 @@ def _assemble(
 
     by_phase = {phase: leaf(decision.phases[phase]) for phase in phases}
     if len(leaves) > 1:
-        made: AttentionBackend = HybridAttnBackend(
+        usual: AttentionBackend = HybridAttnBackend(
             prefill=by_phase["extend"], decode=by_phase["decode"]
         )
     else:
-        made = next(iter(leaves.values()))
+        usual = next(iter(leaves.values()))
     if "decode" not in phases or not decision.decode_sizes:
-        return made
+        return usual
     sizes = []
     for size in decision.decode_sizes:
         backend = leaf(size.choice)
-        _check_padding(made, backend, size.choice)
+        _check_padding(usual, backend, size.choice)
         sizes.append(Sizes(least=size.least, most=size.most, backend=backend))
-    return BatchSizeAttnBackend(usual=made, sizes=sizes)
+    return BatchSizeAttnBackend(usual=usual, sizes=sizes)
 
 
 def _check(decision: Decision) -> None:
@@ -138,10 +138,10 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
             got="slots or heads with gaps between them",
             expected="none, as in the request: choose again with strided_kv set",
         )
-    for group, own in group_contexts(decision, context):
-        for dtype in own.token_to_kv_pool.dtypes:
+    for group, group_context in group_contexts(decision, context):
+        for dtype in group_context.token_to_kv_pool.dtypes:
             _check_pool("KV dtype", dtype_name(dtype), group.kv_dtype)
-        _check_layers(own.layers, group.request)
+        _check_layers(group_context.layers, group.request)
 
 
 def _check_pool(what: str, got: object, decided: object) -> None:
@@ -154,10 +154,10 @@ def _check_layers(layers: Sequence[LayerSpec], request: Request) -> None:
     """Refuse layers with dims or features that the request of their group lacks."""
     for layer in layers:
         name = f"layer {layer.layer_id}"
-        own = "kv_dtype", layer.kv_dtype or request.kv_dtype, request.kv_dtype
-        for field, has, asked in (own, *_dims(layer, request)):
-            if asked is not None and has != asked:
-                raise InvalidInput(name, got=f"{field} {has}", expected=f"{asked}, as decided")
+        kv_dtypes = "kv_dtype", layer.kv_dtype or request.kv_dtype, request.kv_dtype
+        for field, has, decided in (kv_dtypes, *_dims(layer, request)):
+            if decided is not None and has != decided:
+                raise InvalidInput(name, got=f"{field} {has}", expected=f"{decided}, as decided")
         for feature in _unasked(layer, request):
             expected = f"no more than the request asks for: choose again with {feature} set"
             raise InvalidInput(name, got=feature, expected=expected)

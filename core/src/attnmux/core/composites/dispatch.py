@@ -96,10 +96,10 @@ class CompositeBackend(AttentionBackend):
         """Raise InvalidInput for other padding rows than the first's: one runner pads for all."""
         fill = first.get_cuda_graph_seq_len_fill_value()
         for other in others:
-            own = other.get_cuda_graph_seq_len_fill_value()
-            if own != fill:
+            padding = other.get_cuda_graph_seq_len_fill_value()
+            if padding != fill:
                 expected = f"{fill} as `seq_lens` of a padding row, as the first backend has"
-                raise InvalidInput(argument, got=own, expected=expected)
+                raise InvalidInput(argument, got=padding, expected=expected)
 
 
 class DispatchingBackend(CompositeBackend):

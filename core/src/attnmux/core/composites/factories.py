@@ -33,13 +33,13 @@ def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
 
     Raises InvalidInput for a part that this process lacks.
     """
-    found = []
+    named = []
     for name in decision.parts:
         part = installed_part(name)
         if part is None:
             raise InvalidInput("decision", got=absence(name), expected="each of its parts")
-        found.append((name, part))
-    for _, part in inside_first(found):
+        named.append((name, part))
+    for _, part in inside_first(named):
         if part.around == place:
             inner = partial(pkgutil.resolve_name(part.factory), inner, decision)
     return inner
@@ -74,8 +74,8 @@ def make_served(
     tree_masks, virtual_requests: the card's. Raises what `make` raises, and InvalidInput for chunks
     that are not whole pages of the pool.
     """
-    made = with_virtual_requests(make, context) if virtual_requests else make(context)
-    return with_mask_forms(made, tree_masks)
+    backend = with_virtual_requests(make, context) if virtual_requests else make(context)
+    return with_mask_forms(backend, tree_masks)
 
 
 def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBackend:
@@ -94,11 +94,11 @@ def _called(choice: Choice, context: BackendContext) -> object:
     """The backend that a choice's factory makes."""
     name = choice.address
     try:
-        made: object = pkgutil.resolve_name(choice.factory)(context, choice.options)
+        backend: object = pkgutil.resolve_name(choice.factory)(context, choice.options)
     except BackendFailed as failure:
         raise BackendFailed(name, failure.reason, hint=failure.hint) from failure
     except (AttnmuxError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # libraries and compilers raise anything
         raise BackendFailed(name, f"{choice.factory}: {AttnmuxError.in_brief(error)}") from error
-    return made
+    return backend

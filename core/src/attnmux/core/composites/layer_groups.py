@@ -79,7 +79,7 @@ def group_contexts(
         yield decision, context
         return
     groups = decision.groups
-    own: list[list[LayerSpec]] = [[] for _ in groups]
+    grouped: list[list[LayerSpec]] = [[] for _ in groups]
     for layer in context.layers:
         stored = layer.kv_dtype or decision.kv_dtype
         fitting = (n for n, group in enumerate(groups) if _fits(layer, stored, group.request))
@@ -89,8 +89,8 @@ def group_contexts(
             shape += f", KV in {stored}"
             expected = "the heads, dims and KV dtype of one of the decision's groups"
             raise InvalidInput(f"layer {layer.layer_id}", got=shape, expected=expected)
-        own[place].append(layer)
-    for group, layers in zip(groups, own, strict=True):
+        grouped[place].append(layer)
+    for group, layers in zip(groups, grouped, strict=True):
         if not layers:
             expected = f"layers of each group: {shape_said(group.request)}"
             raise InvalidInput("context.layers", got="none of a group", expected=expected)

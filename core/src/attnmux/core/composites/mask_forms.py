@@ -80,8 +80,8 @@ class MaskFormsBackend(DispatchingBackend):
             # The child's checks count a whole mask's values
             exact = replace(batch, seq_lens_sum=int(batch.seq_lens.sum()))
         longest = self.context.max_context_len
-        made = with_form(exact, self.forms[0], max_context_len=longest)
-        return ((self.child, made if eager else self._in_buffers(made)),)
+        converted = with_form(exact, self.forms[0], max_context_len=longest)
+        return ((self.child, converted if eager else self._in_buffers(converted)),)
 
     def _is_foreign(self, batch: ForwardBatch) -> bool:
         form = batch.tree_mask

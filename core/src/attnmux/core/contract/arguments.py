@@ -146,9 +146,9 @@ def _check_visible(batch: ForwardBatch, spec: SpecInput) -> None:
         "visible": spec.visible,
         "visible_bits": spec.visible_bits,
     }
-    given = [name for name, mask in masks.items() if mask is not None]
-    if len(given) > 1:
-        raise InvalidInput("spec_info", got=" and ".join(given), expected="one of them")
+    forms = [name for name, mask in masks.items() if mask is not None]
+    if len(forms) > 1:
+        raise InvalidInput("spec_info", got=" and ".join(forms), expected="one of them")
     drafts = spec.draft_token_num
     for name, width, dtype in (
         ("visible", drafts, torch.bool),

@@ -131,15 +131,15 @@ def _check_new_slots(table: torch.Tensor, batch: ForwardBatch) -> None:
         new = batch.extend_seq_lens.long()
         columns = _places(batch.extend_prefix_lens, batch.extend_seq_lens)
         rows, starts = rows.repeat_interleave(new), starts.repeat_interleave(new)
-    given = batch.out_cache_loc[: len(columns)]
+    slots = batch.out_cache_loc[: len(columns)]
     known = (rows > 0) & (columns >= 0)
     stored = table[rows, (columns + starts).clamp(min=0)]
-    wrong = (known & (stored != given)).nonzero()
+    wrong = (known & (stored != slots)).nonzero()
     if wrong.numel():
         token = int(wrong[0])
         raise InvalidInput(
             "out_cache_loc",
-            got=f"slot {int(given[token])} for token {token}",
+            got=f"slot {int(slots[token])} for token {token}",
             expected=f"slot {int(stored[token])}, as in the request table",
         )
 

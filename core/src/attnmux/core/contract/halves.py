@@ -76,5 +76,5 @@ def _new_tokens(batch: ForwardBatch) -> list[int]:
     if not batch.forward_mode.is_extend():
         return [1] * batch.batch_size
     (new, _), mirror = batch.extend_lens(), batch.extend_seq_lens_cpu
-    found: list[int] = (new if mirror is None else mirror).tolist()
-    return found
+    counts: list[int] = (new if mirror is None else mirror).tolist()
+    return counts

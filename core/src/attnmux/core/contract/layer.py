@@ -161,7 +161,7 @@ class LayerSpec:
     def features(self) -> frozenset[str]:
         """Features beyond scaled, causal self attention: fields of a request, such as
         "sliding_window" and "sinks", and "bidirectional" if `is_causal` is False."""
-        given = {
+        flags = {
             "sliding_window": self.sliding_window_size >= 0,
             "attention_chunk": self.attention_chunk_size > 0,
             "cross_attention": self.is_cross_attention,
@@ -172,20 +172,22 @@ class LayerSpec:
             "logit_cap": self.logit_cap > 0,
             "index_block_size": self.index_block_size > 0,
         }
-        return frozenset(name for name, is_set in given.items() if is_set)
+        return frozenset(name for name, is_set in flags.items() if is_set)
 
     def check_features(self, *served: str, kind: str = "mha", argument: str | None = None) -> None:
         """Raises InvalidInput for a layer of another kind, or with a feature that is not `served`.
 
         argument: named by the error; None names the layer.
         """
-        found = sorted(self.features.difference(served))
-        found += [f"kind {self.kind}"] * (self.kind != kind)
-        if found:
+        unserved = sorted(self.features.difference(served))
+        unserved += [f"kind {self.kind}"] * (self.kind != kind)
+        if unserved:
             name = f"layer {self.layer_id}" if argument is None else argument
             most = f"no feature but {', '.join(served)}" if served else "no further feature"
             expected = f"causal self attention of kind {kind} with {most}"
-            raise InvalidInput(name, got=f"a layer with {' and '.join(found)}", expected=expected)
+            raise InvalidInput(
+                name, got=f"a layer with {' and '.join(unserved)}", expected=expected
+            )
 
     def not_in_pool(self) -> AttnmuxError:
         """The error of a call that reads keys of a layer that the pool does not store."""

@@ -182,8 +182,8 @@ class KVPool(ABC):
         for layer_id in self.layer_ids:
             read, write = self.translate(source, layer_id), self.translate(target, layer_id)
             # As bytes, since 8-bit floats cannot be indexed; both first, since V may be part of K
-            buffers = [each.view(torch.uint8) for each in self.memory(layer_id)]
-            rows = [each.index_select(0, read) for each in buffers]
+            buffers = [data.view(torch.uint8) for data in self.memory(layer_id)]
+            rows = [data.index_select(0, read) for data in buffers]
             for buffer, values in zip(buffers, rows, strict=True):
                 buffer.index_copy_(0, write, values)
 

@@ -80,11 +80,11 @@ class FixedTensors:
         """The step, a dataclass, with copies of its fields in views of a set. Without room it stays
         where it is."""
         for room in self._sets:
-            given = {name: getattr(step, name) for name in room}
-            if _fits(given, room):
+            tensors = {name: getattr(step, name) for name in room}
+            if _fits(tensors, room):
                 held = {
                     name: room[name].view(-1)[: tensor.numel()].view_as(tensor).copy_(tensor)
-                    for name, tensor in given.items()
+                    for name, tensor in tensors.items()
                 }
                 return replace(step, **held)  # type: ignore[type-var]  # a dataclass
         return step

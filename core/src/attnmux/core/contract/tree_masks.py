@@ -111,18 +111,18 @@ def check_trees(batch: ForwardBatch) -> None:
     steps = visible.float()
     skips = (((steps @ steps) > 0) & ~visible).flatten(1).any(-1)
     later = visible.triu(1).flatten(1).any(-1)
-    found = [
+    faults = [
         ("a draft token hidden from itself", hidden),
         ("a draft that sees a later one", later),
         ("a draft that sees another, but not all of its ancestors", skips),
     ]
     if form == "full":
-        found.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
+        faults.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
     if form == "qlen_only_bitpacking":
         packed = spec.visible_bits
         assert packed is not None
-        found.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
-    for got, wrong in found:
+        faults.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
+    for got, wrong in faults:
         if bool(wrong.any()):
             raise InvalidInput(
                 f"spec_info.{spec.mask_field}",

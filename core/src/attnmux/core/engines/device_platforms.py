@@ -79,10 +79,10 @@ def platform_of(
     if wanted is not None and stated is None:
         check_named(detection, wanted, named=named)
     if report is not None:
-        found = tuple(platform for platform in alike if report.is_of(platform))
-        exact = tuple(platform for platform in found if platform.name == report.name)
-        if found:
-            return replace(detection, platforms=exact or found).pick()
+        reported = tuple(platform for platform in alike if report.is_of(platform))
+        exact = tuple(platform for platform in reported if platform.name == report.name)
+        if reported:
+            return replace(detection, platforms=exact or reported).pick()
         described = stated or Platform.parse(str(report), is_here=True)
         memory = described.memory_bytes or report.memory_bytes
         return replace(described, name=report.name, memory_bytes=memory)

@@ -82,10 +82,10 @@ def missing(interfaces: Iterable[Interface], folder: Path | None = None) -> list
     folder: the one that holds the engine's top package, such as site-packages; by default that of
     the installed package.
     """
-    asked = list(interfaces)
-    folder = folder or _installed(asked[0].module.partition(".")[0])
+    wanted = list(interfaces)
+    folder = folder or _installed(wanted[0].module.partition(".")[0])
     sources = Sources(folder)
-    return [gap for interface in asked for gap in _gaps(interface, sources)]
+    return [gap for interface in wanted for gap in _gaps(interface, sources)]
 
 
 def _installed(package: str) -> Path:
@@ -103,15 +103,15 @@ class Sources:
 
     def find(self, module: str, name: str) -> ast.AST | None:
         """The definition of a module's name; imports from modules below the folder are followed."""
-        found = self._find(module, name)
-        return None if found is None else found[1]
+        member = self._find(module, name)
+        return None if member is None else member[1]
 
     def members(self, module: str, name: str) -> set[str]:
         """Names that a class has and sets, with its bases; names that a function sets."""
-        found = self._find(module, name)
-        if found is None:
+        member = self._find(module, name)
+        if member is None:
             return set()
-        home, node = found
+        home, node = member
         names = {
             part.attr
             for part in ast.walk(node)
@@ -150,9 +150,9 @@ class Sources:
         if node is not None:
             return module, node
         for base in owner.bases:
-            found = self._find(module, f"{_plain_name(base)}.{name}")
-            if found is not None:
-                return found
+            inherited = self._find(module, f"{_plain_name(base)}.{name}")
+            if inherited is not None:
+                return inherited
         return None
 
     def _path(self, module: str) -> Path:
@@ -184,8 +184,8 @@ def _gaps(interface: Interface, sources: Sources) -> Iterator[str]:
             yield f"{interface}({', '.join(interface.parameters)})"
             return
         names, required = _parameters(called.args)
-        given = [name for name in names if name in interface.parameters]
-        if given != list(interface.parameters) or not required <= set(given):
+        known = [name for name in names if name in interface.parameters]
+        if known != list(interface.parameters) or not required <= set(known):
             expected = f"({', '.join(interface.parameters)})"
             yield f"{interface}{expected}, which is ({', '.join(names)})"
 

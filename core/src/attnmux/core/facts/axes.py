@@ -43,8 +43,8 @@ def _tree_windows(question: Asked) -> Value | None:
     request = question.request
     limited = request.sliding_window is not None or request.attention_chunk is not None
     verifies = question.phase == "verify"
-    asked = verifies and limited and request.has_trees and not request.custom_mask
-    return True if asked else None
+    demanded = verifies and limited and request.has_trees and not request.custom_mask
+    return True if demanded else None
 
 
 def _kind(question: Asked) -> Value:

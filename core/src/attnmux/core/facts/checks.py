@@ -41,5 +41,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
     import difflib  # noqa: PLC0415  # off the path of answers: only errors guess
 
     by_letters = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), by_letters, n=1)
-    return by_letters[found[0]] if found else ""
+    matches = difflib.get_close_matches(word.lower(), by_letters, n=1)
+    return by_letters[matches[0]] if matches else ""

@@ -16,8 +16,8 @@ class AttnmuxError(Exception):
     @staticmethod
     def in_brief(error: BaseException, *, lines: int = 1) -> str:
         """The type of any error and the first lines of its message, since compilers print pages."""
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return ": ".join([type(error).__name__, *said[:lines]])
+        text_lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return ": ".join([type(error).__name__, *text_lines[:lines]])
 
 
 class InvalidInput(AttnmuxError, ValueError):
@@ -97,11 +97,11 @@ class RanksDiffer(AttnmuxError):
         self.what = what
         self.by_rank = tuple(by_rank)
         ranks: dict[str, list[int]] = {}
-        for rank, said in enumerate(by_rank):
-            ranks.setdefault(said, []).append(rank)
+        for rank, value in enumerate(by_rank):
+            ranks.setdefault(value, []).append(rank)
         listed = "; ".join(
-            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {said}"
-            for said, those in ranks.items()
+            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {value}"
+            for value, those in ranks.items()
         )
         super().__init__(_hinted(f"{what}: expected the same on every rank, got {listed}", hint))
 

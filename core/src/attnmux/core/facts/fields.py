@@ -70,32 +70,32 @@ def read_fields(fact: Any, owner: str = "") -> list[str]:  # noqa: ANN401  # any
     plan: Plan = plan_of(fact.__class__)
     values = plan.values(fact)
     is_given = map(is_not, values, plan.defaults)  # in C: the search makes many requests
-    given = []
+    stated_names = []
     try:
         rows = zip(plan.names, plan.readers, values, strict=True)
         for name, read, value in compress(rows, is_given):
             kept = read(name, value)
             if kept is not value:
                 object.__setattr__(fact, name, kept)
-            given.append(name)
+            stated_names.append(name)
     except InvalidInput as error:
         if not owner:
             raise
         argument = f"{owner}, {error.argument}"
         raise InvalidInput(argument, got=error.got, expected=error.expected) from None
-    return given
+    return stated_names
 
 
 @cache
 def plan_of(kind: type) -> Plan:
     """The plan of a dataclass of two fields or more."""
     types = types_of(kind)
-    given = [field for field in fields(kind) if field.init]
+    initial = [field for field in fields(kind) if field.init]
     return Plan(
-        names=tuple(field.name for field in given),
-        readers=tuple(_reader(types[field.name]) for field in given),
-        defaults=tuple(field.default for field in given),
-        values=attrgetter(*(field.name for field in given)),
+        names=tuple(field.name for field in initial),
+        readers=tuple(_reader(types[field.name]) for field in initial),
+        defaults=tuple(field.default for field in initial),
+        values=attrgetter(*(field.name for field in initial)),
     )
 
 
@@ -111,8 +111,8 @@ def types_of(kind: type) -> Mapping[str, Any]:
     for base in reversed(kind.__mro__):
         scope = vars(sys.modules[base.__module__])
         written = {name: text for name, text in get_annotations(base).items() if name in known}
-        found = {text: _unquoted(text, scope) for text in set(written.values())}
-        types |= {name: found[text] for name, text in written.items()}
+        resolved = {text: _unquoted(text, scope) for text in set(written.values())}
+        types |= {name: resolved[text] for name, text in written.items()}
     return types
 
 

@@ -68,8 +68,8 @@ class Together:
         Returns the former, and for each figure the largest of all ranks. Raises on every rank if
         `measure` raises on one.
         """
-        made, figures = measure()
-        return made, tuple(figures)
+        result, figures = measure()
+        return result, tuple(figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,10 +49,10 @@ def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
 
 def distributions() -> Mapping[str, metadata.Distribution]:
     """The distributions on `sys.path`, by canonical name. The first of a name hides the others."""
-    found: dict[str, metadata.Distribution] = {}
+    by_name: dict[str, metadata.Distribution] = {}
     for dist in _on_path():
-        found.setdefault(canonical(identity(dist)[0]), dist)
-    return found
+        by_name.setdefault(canonical(identity(dist)[0]), dist)
+    return by_name
 
 
 def _on_path() -> Sequence[metadata.Distribution]:
@@ -89,17 +89,17 @@ def _version(name: str, path: tuple[str, ...]) -> str | None:
 
 def entry_points(group: str) -> tuple[Sequence[metadata.EntryPoint], Unreadable]:
     """The entry points of a group, and the distributions whose entry points cannot be read."""
-    found: dict[str, Sequence[metadata.EntryPoint]] = {}
+    by_owner: dict[str, Sequence[metadata.EntryPoint]] = {}
     unreadable: dict[str, Exception] = {}
     for distribution in _on_path():
         try:
             # Names are in files that take longer to parse, and few have entry points of the group
             if f"[{group}]" in (distribution.read_text("entry_points.txt") or ""):
                 points = distribution.entry_points.select(group=group)
-                found.setdefault(identity(distribution)[0], [*points])
+                by_owner.setdefault(identity(distribution)[0], [*points])
         except Exception as error:
             unreadable.setdefault(identity(distribution)[0], error)
-    return [point for points in found.values() for point in points], [*unreadable.items()]
+    return [point for points in by_owner.values() for point in points], [*unreadable.items()]
 
 
 def assumed(without: Collection[str], libraries: Libraries | None, is_here: bool) -> Libraries:

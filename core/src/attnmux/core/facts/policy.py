@@ -104,8 +104,8 @@ class Policy:
 
     def origin_of(self, phase: str) -> str:
         """Source of the name for a leading phase: user, env or config; empty without a name."""
-        given = self.named_for(phase)
-        return "" if given is None else self.origins.get(given[0], "user")
+        naming = self.named_for(phase)
+        return "" if naming is None else self.origins.get(naming[0], "user")
 
     def source_of(self, field_name: str) -> str:
         """The source of a name that the user did not give: "backend of the environment"."""

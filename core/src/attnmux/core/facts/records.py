@@ -156,9 +156,9 @@ class Record(Fact):
 
 def latest(records: Iterable[R]) -> tuple[R, ...]:
     """The last record of each key; for equal dates, the last one given."""
-    found: dict[tuple[object, ...], R] = {}
+    by_key: dict[tuple[object, ...], R] = {}
     for record in records:
-        known = found.get(record.key)
+        known = by_key.get(record.key)
         if known is None or known.date <= record.date:
-            found[record.key] = record
-    return tuple(found.values())
+            by_key[record.key] = record
+    return tuple(by_key.values())

@@ -150,9 +150,9 @@ class Request(Plain):
     """Source of each value that is set: one of ORIGINS. Values without an origin are the user's."""
 
     def __post_init__(self) -> None:
-        given = read_fields(self)
-        given.remove("origins")  # it has no default
-        origins = self._noted_origins(given)
+        names = read_fields(self)
+        names.remove("origins")  # it has no default
+        origins = self._noted_origins(names)
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
         if q_heads and kv_heads and q_heads % kv_heads:
             got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
@@ -185,14 +185,14 @@ class Request(Plain):
         return origins
 
     def _derived_phases(self) -> tuple[str, ...]:
-        asked = {
+        wanted = {
             "extend": True,
             "decode": True,
             "verify": bool(self.spec_topk),
             "draft": bool(self.spec_topk) and self.kind not in LINEAR_KINDS,
             "encoder": self.multimodal,
         }
-        return tuple(phase for phase in PHASES if asked[phase])
+        return tuple(phase for phase in PHASES if wanted[phase])
 
     @property
     def latent(self) -> bool:
@@ -214,8 +214,8 @@ class Request(Plain):
         _check_names(changes)
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
         # Each value that is set has an origin
-        given: dict[str, Any] = {name: getattr(self, name) for name in self.origins}
-        return Request(**{**given, **changes}, origins=origins)
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.origins}
+        return Request(**{**values, **changes}, origins=origins)
 
     @property
     def has_trees(self) -> bool:
@@ -242,9 +242,9 @@ class Request(Plain):
         Raises InvalidInput for an unknown key: a request from a later version may have demands that
         this version cannot check.
         """
-        given = {key: value for key, value in data.items() if key != "origins"}
-        _check_names(given)
-        return cls(**given, origins=data.get("origins", {}))
+        values = {key: value for key, value in data.items() if key != "origins"}
+        _check_names(values)
+        return cls(**values, origins=data.get("origins", {}))
 
     @classmethod
     def parse(cls, text: str, *, origin: str = "user") -> Request:
@@ -266,16 +266,16 @@ del READERS["origins"]
 
 def parse_fields(text: str) -> dict[str, str]:
     """The fields that "a=1,b=2" sets, as text."""
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in READERS:
             expected = f"FIELD=VALUE with {_names(name)}"
             raise InvalidInput("request", got=repr(pair), expected=expected)
-        if name in given:
+        if name in values:
             raise InvalidInput("request", got=f"{name!r} twice", expected="each field once")
-        given[name] = value
-    return given
+        values[name] = value
+    return values
 
 
 def _check_names(given: Iterable[str]) -> None:

@@ -24,11 +24,11 @@ def check_sparse(asked: Any) -> None:  # noqa: ANN401  # a request, whose module
     if asked.sparse is None or asked.sparse_budget is None:
         name = "sparse" if asked.sparse is None else "sparse_budget"
         raise InvalidInput(name, got=None, expected="sparse and sparse_budget together")
-    found = [name for name in EXCLUDED if getattr(asked, name)]
-    found += [f"kind={asked.kind}"] * (asked.kind != "mha")
-    found += [f"kv_dtype={asked.kv_dtype}"] * (asked.kv_dtype not in (None, asked.dtype))
-    if found:
-        got = f"{asked.sparse} with {', '.join(found)}"
+    exclusions = [name for name in EXCLUDED if getattr(asked, name)]
+    exclusions += [f"kind={asked.kind}"] * (asked.kind != "mha")
+    exclusions += [f"kv_dtype={asked.kv_dtype}"] * (asked.kv_dtype not in (None, asked.dtype))
+    if exclusions:
+        got = f"{asked.sparse} with {', '.join(exclusions)}"
         expected = "none of these: pages are chosen in plain causal layers without drafts"
         raise InvalidInput("sparse", got=got, expected=expected)
 
@@ -45,9 +45,9 @@ def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
         "multi_item": asked.multi_item,
         f"kv_dtype={asked.kv_dtype}": asked.kv_dtype == "fp4_e2m1",
     }
-    found = [name for name, is_set in excluded.items() if is_set]
-    if found:
-        got = f"{asked.index_block_size} with {', '.join(found)}"
+    exclusions = [name for name, is_set in excluded.items() if is_set]
+    if exclusions:
+        got = f"{asked.index_block_size} with {', '.join(exclusions)}"
         expected = "index_topk blocks of kind mha in 8 bits or more, and drafts in chains"
         raise InvalidInput("index_block_size", got=got, expected=expected)
 

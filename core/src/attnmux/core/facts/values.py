@@ -64,11 +64,11 @@ def canonical_dtype(name: str, argument: str = "dtype") -> str:
     if name in DTYPES:  # the search reads its own values again and again
         return name
     lowered = name.strip().lower().removeprefix("torch.")
-    found = ALIASES.get(lowered, lowered)
-    if found not in DTYPES:
+    dtype = ALIASES.get(lowered, lowered)
+    if dtype not in DTYPES:
         expected = f"one of {', '.join(DTYPES)} (aliases: {', '.join(ALIASES)})"
         raise InvalidInput(argument, got=repr(name), expected=expected)
-    return found
+    return dtype
 
 
 def _is_unset(value: object) -> bool:
@@ -130,20 +130,20 @@ def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads 
     """In the order of PHASES, each once."""
     if isinstance(value, tuple) and value == tuple(phase for phase in PHASES if phase in value):
         return value
-    given = value.split("+") if isinstance(value, str) else value or ()
-    if not isinstance(given, Iterable):
+    phases = value.split("+") if isinstance(value, str) else value or ()
+    if not isinstance(phases, Iterable):
         raise InvalidInput(name, got=repr(value), expected=f"some of {', '.join(PHASES)}")
-    asked = {_word(PHASES, name, phase) for phase in given if not _is_unset(phase)}
-    return tuple(phase for phase in PHASES if phase in asked)
+    known = {_word(PHASES, name, phase) for phase in phases if not _is_unset(phase)}
+    return tuple(phase for phase in PHASES if phase in known)
 
 
 def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN401  # reads any value
     """From "mamba:36+conv:2", a mapping or pairs."""
-    given = value
+    counts = value
     if isinstance(value, str):
-        given = [part.split(":") for part in value.split("+") if not _is_unset(part)]
+        counts = [part.split(":") for part in value.split("+") if not _is_unset(part)]
     try:
-        pairs = given.items() if isinstance(given, Mapping) else given or ()
+        pairs = counts.items() if isinstance(counts, Mapping) else counts or ()
         return tuple(sorted((str(kind), _positive(name, count) or 1) for kind, count in pairs))
     except (TypeError, ValueError):
         raise InvalidInput(name, got=repr(value), expected="KIND:COUNT+KIND:COUNT") from None
@@ -187,8 +187,8 @@ class LayerGroup(Plain):
 
     def needs(self) -> dict[str, Any]:
         """The fields of a request for these layers, without those that stay the request's."""
-        given = {name: getattr(self, name) for name in NEEDS}
-        return given if self.kv_dtype is None else {**given, "kv_dtype": self.kv_dtype}
+        values = {name: getattr(self, name) for name in NEEDS}
+        return values if self.kv_dtype is None else {**values, "kv_dtype": self.kv_dtype}
 
 
 def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request

@@ -30,8 +30,8 @@ def render_node(pci_vendor: str, root: Path) -> str:
     for node in sorted(root.glob("sys/class/drm/renderD*/device")):
         address = node.resolve().name
         # Device 2 of bus 0 is in the package; its other functions are virtual shares
-        own = re.fullmatch(r"0000:00:02\.[0-7]", address)
-        if own is None and _read(node / "vendor") == pci_vendor:
+        integrated = re.fullmatch(r"0000:00:02\.[0-7]", address)
+        if integrated is None and _read(node / "vendor") == pci_vendor:
             return f"PCI {address}"
     return ""
 

@@ -73,13 +73,13 @@ def survey(
     """
     platforms = sorted(found, key=_order)
     served = {platform.vendor for platform in platforms}
-    own = list(failures)
+    all_failures = list(failures)
     if "cpu" not in served:
         cpu, error = _in_time(probe_cpu, seconds)
         platforms.append(cpu or bare_cpu())
-        own += _own_failure("the CPU", error)
+        all_failures += _own_failure("the CPU", error)
     present, error = _in_time(lambda: present_vendors(served, variables, root), seconds)
-    own += _own_failure("/dev and /sys", error)
+    all_failures += _own_failure("/dev and /sys", error)
     unserved = tuple(
         diagnosis(vendor, evidence, loaded, failures, variables)
         for vendor, evidence in present or ()
@@ -88,7 +88,7 @@ def survey(
     if described is not None:
         platforms = sorted([*platforms, described], key=_order)
         unserved = tuple(device for device in unserved if device.vendor != described.vendor)
-    return Detection(platforms=tuple(platforms), failures=tuple(own), unserved=unserved)
+    return Detection(platforms=tuple(platforms), failures=tuple(all_failures), unserved=unserved)
 
 
 def _order(platform: Platform) -> tuple[bool, str, str, str]:
@@ -153,16 +153,16 @@ def _in_time(
     question: Callable[[], T], seconds: float
 ) -> tuple[T, None] | tuple[None, BaseException]:
     """The answer, or nothing and the reason: its exception, or a TimeoutError after `seconds`."""
-    told: list[tuple[T, None] | tuple[None, BaseException]] = []
+    result: list[tuple[T, None] | tuple[None, BaseException]] = []
 
     def work() -> None:
         try:
-            told.append((question(), None))
+            result.append((question(), None))
         except BaseException as error:
-            told.append((None, error))
+            result.append((None, error))
 
     # A daemon thread can be abandoned: nothing stops one that hangs in a driver
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     worker.join(seconds)
-    return told[0] if told else (None, TimeoutError(f"no answer in {seconds:g} s"))
+    return result[0] if result else (None, TimeoutError(f"no answer in {seconds:g} s"))

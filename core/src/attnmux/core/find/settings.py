@@ -48,14 +48,14 @@ def read_assignments(where: str, texts: Iterable[str]) -> dict[str, dict[str, st
 
     Raises InvalidInput for other text.
     """
-    found: dict[str, dict[str, str]] = {}
+    by_backend: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")
         backend, dot, option = target.strip().partition(".")
         if not (equals and dot and backend and option):
             raise InvalidInput(where, got=repr(text), expected="BACKEND.OPTION=VALUE")
-        found.setdefault(backend, {})[option] = value
-    return found
+        by_backend.setdefault(backend, {})[option] = value
+    return by_backend
 
 
 def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # reads any value
@@ -158,12 +158,12 @@ class Settings:
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        given = os.environ if environ is None else environ
-        path, table = find_settings(directory, given.get(CONFIG, ""))
+        variables = os.environ if environ is None else environ
+        path, table = find_settings(directory, variables.get(CONFIG, ""))
         for name, value in table.items():
             values[name] = _read(name, value, f"{path}: {name}")
             sources[name] = str(path)
-        for variable, text in given.items():
+        for variable, text in variables.items():
             if variable.startswith(PREFIX) and text and variable != CONFIG:
                 name = variable.removeprefix(PREFIX).lower()
                 values[name] = _read(name, text, variable)
@@ -234,16 +234,18 @@ class Settings:
         `backend` overrides the phases' backends of weaker sources: the user's `--backend` overrides
         the environment and the file, and the environment overrides the file.
         """
-        said = {name: value for name, value in given.items() if value is not None}
-        chosen = {name: said.get(name, getattr(self, name)) for name in NAMING}
-        origins = {n: self._origin(n, said) for n, value in chosen.items() if value is not None}
+        user_values = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: user_values.get(name, getattr(self, name)) for name in NAMING}
+        origins = {
+            n: self._origin(n, user_values) for n, value in chosen.items() if value is not None
+        }
         base = origins.get("backend", ORIGINS[-1])
         for name in origins.keys() & {"prefill_backend", "decode_backend"}:
             if ORIGINS.index(base) < ORIGINS.index(origins[name]):
                 chosen[name] = None
                 del origins[name]
         options: dict[str, Mapping[str, Any]] = dict(self.options)
-        for backend, values in said.pop("options", {}).items():
+        for backend, values in user_values.pop("options", {}).items():
             options[backend] = {**options.get(backend, {}), **values}
         configured = {
             "allow": self.allow_backends,
@@ -252,7 +254,7 @@ class Settings:
             "allow_coercion": self.allow_coercion,
         }
         return Policy(
-            **{**configured, **said, **chosen},
+            **{**configured, **user_values, **chosen},
             options=FrozenMapping({name: FrozenMapping(v) for name, v in options.items()}),
             origins=FrozenMapping(origins),
         )

@@ -96,8 +96,8 @@ class DeviceGraphs(ABC):
             make: Any = point.load()
             graphs: DeviceGraphs = make(device)
         except Exception as error:  # a plugin may raise anything
-            said = f"{owner}'s graphs of {kind!r} devices: {AttnmuxError.in_brief(error)}"
-            raise GraphUnsupported(said) from error
+            reason = f"{owner}'s graphs of {kind!r} devices: {AttnmuxError.in_brief(error)}"
+            raise GraphUnsupported(reason) from error
         return graphs
 
 

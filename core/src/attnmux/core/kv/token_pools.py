@@ -198,8 +198,8 @@ class MHATokenToKVPool(PairPool):
         """
         shape = self.num_kv_heads, self.num_slots, scale_bytes(dim)
         shapes = [shape] * len(self.layer_ids)
-        made = self._allocate(shapes, SCALE_DTYPE, "scales of the KV pool")
-        return [scales.transpose(0, 1)[..., : dim // BLOCK] for scales in made]
+        buffers = self._allocate(shapes, SCALE_DTYPE, "scales of the KV pool")
+        return [scales.transpose(0, 1)[..., : dim // BLOCK] for scales in buffers]
 
     @property
     def nbytes(self) -> int:
