@@ -156,9 +156,9 @@ def crossing_subject(absorbed: str, request: Request) -> dict[str, OptionValue]:
 
     absorbed: `plugin/name` of the other backend. Its values are {"crossing": new tokens}.
     """
-    asked = {name: getattr(request, name) for name in SHAPE}
-    given = {name: value for name, value in asked.items() if value is not None}
-    return {"kernel": "expanded prompts", "absorbed": absorbed, **given}
+    shape = {name: getattr(request, name) for name in SHAPE}
+    stated = {name: value for name, value in shape.items() if value is not None}
+    return {"kernel": "expanded prompts", "absorbed": absorbed, **stated}
 
 
 def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> float | None:

@@ -99,9 +99,9 @@ def bound_products(q: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) ->
     heads = lower.shape[2]
     q = q.float().view(q.shape[0], heads, -1, q.shape[-1])
     # max(q * lower, q * upper) is q * upper where q > 0, else q * lower: two products
-    found = torch.einsum("bhgc,bnhc->bhgn", q.clamp(min=0), upper.float())
-    found += torch.einsum("bhgc,bnhc->bhgn", q.clamp(max=0), lower.float())
-    return found.amax(2)
+    products = torch.einsum("bhgc,bnhc->bhgn", q.clamp(min=0), upper.float())
+    products += torch.einsum("bhgc,bnhc->bhgn", q.clamp(max=0), lower.float())
+    return products.amax(2)
 
 
 class PlainPages:

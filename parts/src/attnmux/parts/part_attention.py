@@ -56,28 +56,28 @@ class PartAttention(Generic[K]):
         out. Parts in a row with the same keys read them once. lse: [T, Hq] float32, written if
         given, sinks included.
         """
-        own, cross = self.layers[layer.layer_id]
+        new_layer, cross = self.layers[layer.layer_id]
         if not self.parts:
-            return q.new_empty((*q.shape[:2], own.v_head_dim))
+            return q.new_empty((*q.shape[:2], new_layer.v_head_dim))
         first, *others = self.parts
         is_merged = bool(others) or layer.sinks is not None
         if lse is None and is_merged:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        keys, found = first.keys, read(first.keys)
-        assert found is not None  # every token sees itself
-        out = self._of_part(0, first, q, found, own, lse)
+        keys, kv = first.keys, read(first.keys)
+        assert kv is not None  # every token sees itself
+        out = self._of_part(0, first, q, kv, new_layer, lse)
         out[first.tokens.stop :] = 0  # kernels may leave them as the memory was
         if lse is None or not is_merged:
             return out
         merged = out.float()
         for number, part in enumerate(others, start=1):
             if part.keys is not keys:
-                keys, found = part.keys, read(part.keys)
-            if found is None:
+                keys, kv = part.keys, read(part.keys)
+            if kv is None:
                 continue
             rows = part.tokens
             part_lse = torch.empty_like(lse[rows])
-            out = self._of_part(number, part, q[rows], found, cross, part_lse)
+            out = self._of_part(number, part, q[rows], kv, cross, part_lse)
             merge_into(merged[rows], lse[rows], out, part_lse)
         if layer.sinks is not None:
             add_sinks(merged, lse, layer.sinks)
@@ -119,10 +119,12 @@ class PartAttention(Generic[K]):
                 raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
         number = max(context.token_to_kv_pool.layer_ids) + 1
         layers: list[LayerSpec] = []
-        for own in {_shape(each): each for each in _own_layers(context.layers, request)}.values():
+        for shaped in {
+            _shape(each): each for each in _own_layers(context.layers, request)
+        }.values():
             own_id = number + len(layers)
-            layers.append(replace(own, layer_id=own_id))
-            layers.append(replace(own, layer_id=own_id + 1, is_cross_attention=True))
+            layers.append(replace(shaped, layer_id=own_id))
+            layers.append(replace(shaped, layer_id=own_id + 1, is_cross_attention=True))
         # The parts of a step contradict the request table, and the step was checked as a whole
         return replace(context, request=request, layers=tuple(layers), debug=False)
 

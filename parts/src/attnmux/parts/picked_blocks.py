@@ -97,8 +97,8 @@ class PlainBlocks:
             logits = logits.masked_fill(hidden.unsqueeze(2), -torch.inf)
             lse = logits.logsumexp(-1)
             weights = torch.exp(logits - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1))
-            found = torch.einsum("tpgk,tpkd->tpgd", weights, v) * v_scale
-            out[some] = found.flatten(1, 2).to(out.dtype)
+            result = torch.einsum("tpgk,tpkd->tpgd", weights, v) * v_scale
+            out[some] = result.flatten(1, 2).to(out.dtype)
             if call.lse is not None:
                 call.lse[some] = lse.flatten(1)
         return out

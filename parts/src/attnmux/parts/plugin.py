@@ -62,8 +62,8 @@ class ExpandedPrompts(Part):
         return not unfit and bool(request.dtype and request.head_dim)
 
     def asks(self, request: Request) -> Mapping[str, Ask]:
-        asked = parts_request(request)
-        return {"prompts": Ask(request=asked, is_optional=True, rivals="extend")}
+        parts = parts_request(request)
+        return {"prompts": Ask(request=parts, is_optional=True, rivals="extend")}
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
         if not served:

@@ -73,7 +73,7 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
         hint="lower the budget, or the number of requests",
     )
     # All layers share one buffer, since each fills it anew
-    pairs = {each.layer_id: (copies[0], copies[1]) for each in context.layers}
+    pairs = {plain.layer_id: (copies[0], copies[1]) for plain in context.layers}
     return replace(
         context,
         request=context.request.replace(

@@ -181,8 +181,8 @@ class LinearStatePool(StatePool):
         num = check_vector("rows", rows, torch.int64)
         dtype = torch.int32 if counts.dtype is torch.int32 else torch.int64
         check_vector("num_accepted_tokens", counts, dtype, num)
-        for name, given in (("rows", rows), ("num_accepted_tokens", counts)):
-            check_device(name, given, self.device)
+        for name, tensor in (("rows", rows), ("num_accepted_tokens", counts)):
+            check_device(name, tensor, self.device)
 
     def copy(self, source: int, target: int) -> None:
         """Give row `target` the states of row `source`, as for a fork of a request.
@@ -198,10 +198,10 @@ class LinearStatePool(StatePool):
 
     def _found(self, buffers: dict, key: object, expected: str) -> torch.Tensor:  # type: ignore[type-arg]  # of either dict
         try:
-            found: torch.Tensor = buffers[key]
+            buffer: torch.Tensor = buffers[key]
         except KeyError:
             raise InvalidInput("layer_id", got=key, expected=expected) from None
-        return found
+        return buffer
 
 
 def _put(

@@ -106,5 +106,5 @@ def _draw(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     above = sums > coins.clamp(0, 1).unsqueeze(1) * total
     # The last one that can be drawn, should rounding leave none above
     last = torch.where(weights > 0, torch.arange(weights.shape[1], device=weights.device), -1)
-    found = torch.where(above.any(1), above.int().argmax(1), last.amax(1))
-    return torch.where(total.squeeze(1) > 0, found, -1)
+    token = torch.where(above.any(1), above.int().argmax(1), last.amax(1))
+    return torch.where(total.squeeze(1) > 0, token, -1)
