@@ -45,16 +45,16 @@ def agree_on_step(
     Raises RanksDiffer, on every rank, for other sizes, and RankFailed for a rank that does not take
     part.
     """
-    said = _said(runners)
+    description = _said(runners)
     number, size = _served(batch, runners)
-    mine = (batch.num_tokens, number, size, zlib.crc32(said.encode()))
-    told = group.exchange_numbers(mine)
-    if len({digest for *_, digest in told}) > 1:
-        by_rank = group.exchange(said)
+    mine = (batch.num_tokens, number, size, zlib.crc32(description.encode()))
+    of_ranks = group.exchange_numbers(mine)
+    if len({digest for *_, digest in of_ranks}) > 1:
+        by_rank = group.exchange(description)
         hint = "pass runners of `capture_on_all_ranks`, or none, on each"
         raise RanksDiffer("the step", by_rank=by_rank, hint=hint)
-    tokens = TokensOfRanks.of(group, [count for count, *_ in told])
-    common = _common(runners, [(number, size) for _, number, size, _ in told])
+    tokens = TokensOfRanks.of(group, [count for count, *_ in of_ranks])
+    common = _common(runners, [(number, size) for _, number, size, _ in of_ranks])
     if common is None:
         return AgreedStep(tokens=tokens)
     runner, size = common

@@ -202,12 +202,12 @@ class PrefillParallelBackend(DispatchingBackend):
         self._check_prepared(batch)
         layer = call.layer
         kv = KVRows(pool=self.context.token_to_kv_pool, layer=layer)
-        own = kv.of(*check_new(call.k, call.v if call.k_rope is None else call.k_rope))
+        stored = kv.of(*check_new(call.k, call.v if call.k_rope is None else call.k_rope))
         if not self._is_in_parts(layer, absorbed=call.k_rope):
-            return self._over_pool(call, batch, kv, own)
+            return self._over_pool(call, batch, kv, stored)
         expand = partial(kv.values, dtype=call.q.dtype)
         saves = call.save_kv_cache
-        return self._over_parts(call.q, kv, own, batch, expand, saves=saves, lse=call.lse)
+        return self._over_parts(call.q, kv, stored, batch, expand, saves=saves, lse=call.lse)
 
     def forward_latent(
         self,
@@ -260,10 +260,10 @@ class PrefillParallelBackend(DispatchingBackend):
     ) -> Stored:
         """K [n, H, nope + rope] and V [n, H, v] of latent rows."""
         (rows,) = kv.values(stored, dtype)
-        own, _ = self._parts.layers[kv.layer.layer_id]
-        heads, tensor = own.tp_q_head_num, self.context.workspace.tensor
-        k = tensor("prefill_parallel.k", (len(rows), heads, own.qk_head_dim), dtype)
-        v = tensor("prefill_parallel.v", (len(rows), heads, own.v_head_dim), dtype)
+        layer, _ = self._parts.layers[kv.layer.layer_id]
+        heads, tensor = layer.tp_q_head_num, self.context.workspace.tensor
+        k = tensor("prefill_parallel.k", (len(rows), heads, layer.qk_head_dim), dtype)
+        v = tensor("prefill_parallel.v", (len(rows), heads, layer.v_head_dim), dtype)
         projection.expand(rows.squeeze(1), k, v)
         return k, v
 
@@ -316,7 +316,7 @@ class PrefillParallelBackend(DispatchingBackend):
 
     def _check_ranks(self, step: ZigzagStep) -> None:
         rounds = f"{self.chunks_at_once} at once"
-        said = self.group.exchange(f"{step.chunk_lens} on {step.cached_lens}, {rounds}")
-        if len(set(said)) > 1:
+        steps = self.group.exchange(f"{step.chunk_lens} on {step.cached_lens}, {rounds}")
+        if len(set(steps)) > 1:
             hint = "give zigzag_step the same step on every rank"
-            raise RanksDiffer("lengths of chunks", by_rank=said, hint=hint)
+            raise RanksDiffer("lengths of chunks", by_rank=steps, hint=hint)

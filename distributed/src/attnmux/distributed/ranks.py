@@ -148,13 +148,13 @@ class RankGroup:
 
         It waits for all of them, on the host.
         """
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
 
         def gather() -> None:
-            dist.all_gather_object(found, said, group=self.hosts)
+            dist.all_gather_object(values, said, group=self.hosts)
 
         self._run("exchanging text", gather)
-        return found
+        return values
 
     def exchange_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, as many on each and within int64, in the ranks' order.
@@ -168,12 +168,12 @@ class RankGroup:
 
     def tell(self, text: str, *, root: int = 0) -> str:
         """The text of rank `root`, on every rank."""
-        told = [text]
+        texts = [text]
         self._run(
             "hearing from one rank",
-            lambda: dist.broadcast_object_list(told, group=self.hosts, group_src=root),
+            lambda: dist.broadcast_object_list(texts, group=self.hosts, group_src=root),
         )
-        return told[0]
+        return texts[0]
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """[size, *shape]: the values of every rank, all of the same shape."""

@@ -19,16 +19,18 @@ def check_same_libraries(
     compared = {"attnmux-core", *names}
     for offer in offers:
         compared |= {offer.distribution, *offer.card.libraries()}
-    said = group.exchange(Plugins.installed(compared))
-    every = sorted({name for versions in said for name in versions})
+    installed = group.exchange(Plugins.installed(compared))
+    every = sorted({name for versions in installed for name in versions})
     differing = [
-        name for name in every if any(versions.get(name) != said[0].get(name) for versions in said)
+        name
+        for name in every
+        if any(versions.get(name) != installed[0].get(name) for versions in installed)
     ]
     if not differing:
         return
     by_rank = [
         ", ".join(f"{name} {_version(versions.get(name))}" for name in differing)
-        for versions in said
+        for versions in installed
     ]
     hint = "install the same distributions on every rank"
     raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
@@ -41,5 +43,5 @@ def _version(row: Sequence[str] | None) -> str:
 
 def shared_launches(group: RankGroup, launches: Iterable[TunedLaunch]) -> tuple[TunedLaunch, ...]:
     """The launches of rank 0, on every rank, so that all of them run the same kernels."""
-    told = group.tell(json.dumps([launch.to_dict() for launch in launches]))
-    return tuple(TunedLaunch.from_dict(launch) for launch in json.loads(told))
+    text = group.tell(json.dumps([launch.to_dict() for launch in launches]))
+    return tuple(TunedLaunch.from_dict(launch) for launch in json.loads(text))

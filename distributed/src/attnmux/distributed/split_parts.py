@@ -94,10 +94,12 @@ def _chunk_parts(
     rows, done = spans(starts.flatten(), lens.flatten()), 0
     is_range = len(chunks) == 1 or step.num_requests == 1
     for first, _, key_lens in KeyPart.chunks(lens.sum(1).tolist(), most_tokens):
-        found = rows[done : done + sum(key_lens)]
-        done += len(found)
-        some = slice(int(found[0]), int(found[-1]) + 1)
-        keys = ChunkRows(rows=some if is_range else found.to(step.order.device), chunks=chunks.stop)
+        chunk_rows = rows[done : done + sum(key_lens)]
+        done += len(chunk_rows)
+        some = slice(int(chunk_rows[0]), int(chunk_rows[-1]) + 1)
+        keys = ChunkRows(
+            rows=some if is_range else chunk_rows.to(step.order.device), chunks=chunks.stop
+        )
         yield from _parts_on(step, keys, halves, first, key_lens)
 
 
