@@ -304,8 +304,8 @@ def generate(
         logprobs=logprobs,
     )
     settings = run.settings()
-    asked = read_prompts(prompts, file, model=model, seed=seed, images=images, audio=audio)
+    user_prompts = read_prompts(prompts, file, model=model, seed=seed, images=images, audio=audio)
     # By name: the import takes seconds, and a user's mistake should not wait for it.
-    given = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
+    stated = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
     run_command = pkgutil.resolve_name("attnmux.transformers.cli.run:run_command")
-    run_command(run, settings, asked, sampling, {**given, **options})
+    run_command(run, settings, user_prompts, sampling, {**stated, **options})

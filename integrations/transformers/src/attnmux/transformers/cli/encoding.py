@@ -66,13 +66,13 @@ def encode(
 
     context: tokens of the longest request.
     """
-    own = zip(asked, sampling.for_each(len(asked)), strict=True)
+    pairs = zip(asked, sampling.for_each(len(asked)), strict=True)
     if checkpoint.config.is_encoder_decoder:
         longest = checkpoint.max_encoder_len or context
         sources = read_sources(checkpoint, asked, longest=longest, chat=answering.chat)
         first = first_tokens(checkpoint, answering.decoder_prompt)
         return Encoded(
-            prompts=[_prompt(one, first, each, answering) for one, each in own],
+            prompts=[_prompt(one, first, params, answering) for one, params in pairs],
             sources=sources,
             encoder_len=longest_source(checkpoint, sources) or longest,
         )
@@ -84,7 +84,8 @@ def encode(
     encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=answering.chat)
     _refuse_placeholders(checkpoint, [ids for at, ids in enumerate(encoded) if at not in pictured])
     prompts = [
-        _prompt(one, ids, each, answering) for ids, (one, each) in zip(encoded, own, strict=True)
+        _prompt(one, ids, params, answering)
+        for ids, (one, params) in zip(encoded, pairs, strict=True)
     ]
     return Encoded(prompts=prompts, pictured=pictured)
 
@@ -116,9 +117,9 @@ def _prompt(
     asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, answering: Answering
 ) -> Prompt:
     """The prompt in token ids. Its own options override those of the command."""
-    own = dict(asked.overrides)
-    most = own.pop("max_new_tokens", answering.max_new_tokens)
-    return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
+    overrides = dict(asked.overrides)
+    most = overrides.pop("max_new_tokens", answering.max_new_tokens)
+    return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **overrides))
 
 
 def most_tokens(
@@ -186,8 +187,10 @@ def longest_source(checkpoint: Checkpoint, sources: Sequence[Inputs]) -> int:
 
 @torch.inference_mode()
 def _shape_of(encoder: Any, inputs: Inputs) -> torch.Size:  # noqa: ANN401  # a model's own
-    given = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
-    shape: torch.Size = encoder(**given).last_hidden_state.shape
+    shapes = {
+        name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"
+    }
+    shape: torch.Size = encoder(**shapes).last_hidden_state.shape
     return shape
 
 
@@ -195,11 +198,11 @@ def refuse_encoder_options(
     checkpoint: Checkpoint, asked: Sequence[UserPrompt], answering: Answering
 ) -> None:
     """Raise InvalidInput if a decoder gets options of encoder-decoder models."""
-    given = {
+    flags = {
         "--audio": any(prompt.audio is not None for prompt in asked),
         "--decoder-prompt": answering.decoder_prompt is not None,
     }
-    for option in (option for option, is_given in given.items() if is_given):
+    for option in (option for option, is_given in flags.items() if is_given):
         got = f"{checkpoint.source}, which has only a decoder"
         raise InvalidInput(option, got=got, expected="an encoder-decoder model")
 

@@ -117,9 +117,9 @@ class Options:
 
         may_have_linear: asked only if such an option is given.
         """
-        given = {**self.backends, **self.running}
+        backend_options = {**self.backends, **self.running}
         for name in ("linear_backend", "kept_states"):
-            if given[name] is not None and not may_have_linear():
+            if backend_options[name] is not None and not may_have_linear():
                 raise InvalidInput(
                     f"--{name.replace('_', '-')}",
                     got="a model with softmax attention in all layers",
@@ -136,12 +136,12 @@ class Options:
 
     def _check_sparse(self) -> None:
         """Refuse options that decoding over chosen pages excludes."""
-        found = {
+        flags = {
             "--dcp": self.parallel.dcp,
             "--pcp": self.parallel.pcp is not None,
             "--canary": self.watching.canary > 0,
         }
-        got = " and ".join(option for option, is_set in found.items() if is_set)
+        got = " and ".join(option for option, is_set in flags.items() if is_set)
         if got:
             expected = "none of these: one device has all keys, and answers are approximate"
             raise InvalidInput("--sparse", got=f"{got} too", expected=expected)

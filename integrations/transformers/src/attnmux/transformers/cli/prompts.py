@@ -73,15 +73,15 @@ def read_prompts(
         raise click.UsageError("- reads stdin, which can be read only once.")
     if images and not prompts:
         raise click.UsageError("--image needs a PROMPT that is about it.")
-    asked = [
+    user_prompts = [
         UserPrompt(prompt=_stdin("stdin") if text == "-" else text, images=images)
         for text in prompts
     ]
-    asked += [UserPrompt(prompt="", audio=path) for path in audio]
+    user_prompts += [UserPrompt(prompt="", audio=path) for path in audio]
     if file is not None:
-        asked += _from_file(file)
-    if asked:
-        return asked
+        user_prompts += _from_file(file)
+    if user_prompts:
+        return user_prompts
     if model is not None:
         raise click.UsageError("Give a PROMPT, - to read one from stdin, or --prompts FILE.")
     prompt, answer = recall.make_prompt(random.Random(seed), SAMPLE_BYTES)

@@ -152,8 +152,8 @@ def run_command(
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
         load_seconds = time.perf_counter() - began
-        if not answering.states_sampling and (said := ignored_sampling(runner.model)):
-            run.warn(said)
+        if not answering.states_sampling and (ignored := ignored_sampling(runner.model)):
+            run.warn(ignored)
         click.echo(ranks.building.summary(runner.decision), err=True)
         if drafter is not None:
             click.echo(f"drafts: {drafter.decision.summary()}", err=True)
@@ -281,12 +281,12 @@ def first_use(
 def _from_testing(name: str) -> Callable[..., Any] | None:
     """A public name of attnmux-testing, which only some need; None without that package."""
     try:
-        found: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
+        function: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("attnmux.testing"):
             raise
         return None
-    return found
+    return function
 
 
 def wrapper(

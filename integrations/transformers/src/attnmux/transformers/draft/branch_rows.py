@@ -21,8 +21,8 @@ class BranchRows:
 
     def __init__(self, steps: StepBuilder, *, topk: int, max_batch_size: int) -> None:
         """steps: of the requests; has a KV pool without windows. topk: K."""
-        own = steps.req_to_token_pool
-        self.table = ReqToTokenPool(max_batch_size * topk, own.max_context_len, steps.device)
+        table = steps.req_to_token_pool
+        self.table = ReqToTokenPool(max_batch_size * topk, table.max_context_len, steps.device)
         self._steps = steps
         self._topk = topk
         self._pages: torch.Tensor | None = None

@@ -153,19 +153,19 @@ class DraftLoop:
         paths = DraftPaths.start(
             *(inputs[name].view(shape)[..., 0] for name in ("scores", "tokens"))
         )
-        found: list[DraftCandidates] = []
+        by_step: list[DraftCandidates] = []
         for number, step in enumerate(steps):
             if number and topk > 1:
                 self._follow(paths.before, slots[..., :number])
-            given = self._model.features_after(before.flatten())
+            features = self._model.features_after(before.flatten())
             with ForwardContext.enter(self.backends, step):
-                logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **given})
+                logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **features})
             before = slots[..., number]
             paths, candidates = paths.grow(
                 logits, topk + number * topk * topk, token_ids=self._model.token_ids
             )
-            found.append(candidates)
-        columns = [(each.scores, each.tokens, each.parents) for each in found]
+            by_step.append(candidates)
+        columns = [(each.scores, each.tokens, each.parents) for each in by_step]
         return [torch.stack(column, dim=2).flatten(0, 2) for column in zip(*columns, strict=True)]
 
     def _follow(self, before: torch.Tensor, slots: torch.Tensor) -> None:

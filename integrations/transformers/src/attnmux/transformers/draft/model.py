@@ -134,11 +134,11 @@ class ModelProposer:
             return None
         num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
-            found = self._draft(states, num_steps)
+            candidates = self._draft(states, num_steps)
             return drafted_tree(
                 torch.tensor([state.token_ids[-1] for state in states]),
-                found,
-                min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1),
+                candidates,
+                min(num_tokens, self.draft_token_num, candidates.tokens.shape[1] + 1),
                 topk=self.topk,
                 kernels=self._kernels,
             )
@@ -162,9 +162,9 @@ class ModelProposer:
         self.keep_only(states)
         read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
         skipped = 0 if self._target is None else 1
-        for each, state in zip(read, states, strict=True):
-            each.token_ids += state.token_ids[skipped + len(each.token_ids) :]
-        self._rows = {each: state.row for each, state in zip(read, states, strict=True)}
+        for own_state, state in zip(read, states, strict=True):
+            own_state.token_ids += state.token_ids[skipped + len(own_state.token_ids) :]
+        self._rows = {own_state: state.row for own_state, state in zip(read, states, strict=True)}
         first = zip(*self._catch_up(read), strict=True)
         scores, tokens = (torch.cat(tensors) for tensors in first)
         if self._loop is not None:

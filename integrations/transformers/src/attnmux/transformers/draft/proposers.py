@@ -78,18 +78,18 @@ class NgramProposer:
         """See `Proposer`. A tree with fewer nodes than another repeats its last token: a guess like
         any other."""
         most = min(num_tokens, self.draft_token_num) - 1
-        found = [self._tree(state, most) for state in states]
-        longest = max((len(tokens) for tokens, _ in found), default=0)
+        trees = [self._tree(state, most) for state in states]
+        longest = max((len(tokens) for tokens, _ in trees), default=0)
         if not longest:
             return None
         rows = []
-        for state, (tokens, _) in zip(states, found, strict=True):
+        for state, (tokens, _) in zip(states, trees, strict=True):
             row = [state.token_ids[-1], *tokens]
             rows.append(row + row[-1:] * (longest + 1 - len(row)))
         draft_tokens = torch.from_numpy(np.array(rows))
         if self.topk == 1:
             return DraftTree.chains(draft_tokens)
-        links = [[-2, *above, *range(len(above) - 1, longest - 1)] for _, above in found]
+        links = [[-2, *above, *range(len(above) - 1, longest - 1)] for _, above in trees]
         parents = torch.from_numpy(np.array(links) + 1)
         return DraftTree.of(draft_tokens, parents, topk=self.topk)
 
@@ -130,7 +130,7 @@ class NgramIndex:
         end of the text goes on with its own continuation, as a period does.
         """
         self._index(token_ids)
-        found: list[list[int]] = []
+        chains: list[list[int]] = []
         end = len(token_ids)
         for length in self._lengths:
             if length >= end:
@@ -139,11 +139,11 @@ class NgramIndex:
             for place in islice(reversed(ends), OCCURRENCES):
                 if place < end:
                     chain = _continuation(token_ids, place, depth)
-                    if chain not in found:
-                        found.append(chain)
-                if len(found) == width:
-                    return found
-        return found
+                    if chain not in chains:
+                        chains.append(chain)
+                if len(chains) == width:
+                    return chains
+        return chains
 
     def tree(
         self, token_ids: Sequence[int], *, num_tokens: int, depth: int, topk: int

@@ -80,12 +80,12 @@ class MultiStepDraftBackend(DispatchingBackend):
         Raises InvalidInput for fewer steps than 1, and for a backend of another context.
         """
         InvalidInput.check_at_least(1, "num_steps", num_steps)
-        made = (make(context) for _ in range(num_steps))
-        self.children = tuple(step.select(ForwardMode.DECODE) for step in made)
+        backends = (make(context) for _ in range(num_steps))
+        self.children = tuple(step.select(ForwardMode.DECODE) for step in backends)
         super().__init__(context, self.children)
         for child in self.children:
-            own = child.context
-            pools = own.req_to_token_pool, own.token_to_kv_pool
+            child_context = child.context
+            pools = child_context.req_to_token_pool, child_context.token_to_kv_pool
             if pools != (context.req_to_token_pool, context.token_to_kv_pool):
                 expected = "a backend of the given context"
                 raise InvalidInput("make", got="a backend of another context", expected=expected)
@@ -109,8 +109,8 @@ class MultiStepDraftBackend(DispatchingBackend):
             child.init_cuda_graph_state(max_bs, max_bs)
         num_steps = len(self.children)
         if not any(buffer.fits(num_steps, max_bs) for buffer in self._buffers):
-            made = _StepTensors.buffers(num_steps, max_bs, self.context.device)
-            self._buffers.append(made)
+            buffers = _StepTensors.buffers(num_steps, max_bs, self.context.device)
+            self._buffers.append(buffers)
 
     def parts(
         self, batch: ForwardBatch, *, eager: bool

@@ -61,8 +61,8 @@ class VerifyRows:
         columns = np.minimum(firsts[:, None] + np.arange(num), held[:, None] - 1)
         cells = torch.from_numpy(self._first_cells[:, None] + columns).to(self._table.device)
         # Pinned memory on the host, which the copy does not wait for
-        found = self._table.index_select(0, cells.view(-1)).to("cpu", non_blocking=not wait)
-        self._held = found.numpy()
+        slots = self._table.index_select(0, cells.view(-1)).to("cpu", non_blocking=not wait)
+        self._held = slots.numpy()
         self._starts = np.arange(len(firsts)) * num - firsts
         """Added to a request's place, it gives an index of `_held`."""
 

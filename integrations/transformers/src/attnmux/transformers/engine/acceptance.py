@@ -115,7 +115,7 @@ def sampled_paths(
         return None if values is None else values.to(logits.device, non_blocking=True)
 
     coins = torch.tensor([draw.draw() for draw in draws], dtype=torch.float64)
-    found = choose(
+    choice = choose(
         replace(
             tree,
             draft_tokens=tree.draft_tokens.to(logits.device, non_blocking=True),
@@ -126,7 +126,7 @@ def sampled_paths(
         coins.view_as(tree.draft_tokens).to(logits.device, non_blocking=True),
         thresholds,
     )
-    nodes, tokens = torch.stack([found.accept_index, found.predict]).cpu().tolist()
+    nodes, tokens = torch.stack([choice.accept_index, choice.predict]).cpu().tolist()
     laps.lap("wait")
     counts = [sum(node >= 0 for node in path) for path in nodes]
     paths = [path[:count] for path, count in zip(nodes, counts, strict=True)]

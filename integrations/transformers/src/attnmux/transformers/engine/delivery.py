@@ -38,12 +38,12 @@ class Delivery:
         tokens: of each of `plan.requests`; those after a request's last one are dropped. any_ended:
         whether some of the requests may have ended before.
         """
-        said, takers = list(chain.from_iterable(tokens)), self._takers
+        all_tokens, takers = list(chain.from_iterable(tokens)), self._takers
         self.is_whole = (
             not any_ended
             and max(map(len, tokens)) < self._least_left
-            and NOT_A_NUMBER not in said
-            and self._stop_ids.isdisjoint(said)
+            and NOT_A_NUMBER not in all_tokens
+            and self._stop_ids.isdisjoint(all_tokens)
         )
         if not self.is_whole:
             return self._give_each(tokens)
@@ -52,7 +52,7 @@ class Delivery:
             for (request, _), new in zip(takers, tokens, strict=False):
                 for _ in new:
                     _draw(request)
-        return len(said) - (len(tokens) - len(takers))
+        return len(all_tokens) - (len(tokens) - len(takers))
 
     def _give_each(self, tokens: Sequence[list[int]]) -> int:
         num_sampled, num_new = len(self._plan.sampled), 0

@@ -131,7 +131,7 @@ class PrefixCache:
             if request.is_sound:
                 self.store(request)
         for is_sound in (True, False):
-            states = [one.state for one in held if one.is_sound == is_sound]
+            states = [released.state for released in held if released.is_sound == is_sound]
             self.steps.release(states, zero=not is_sound)
         for request in held:
             assert request.node is not None

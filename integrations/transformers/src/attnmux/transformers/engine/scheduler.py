@@ -104,7 +104,7 @@ class Scheduler:
             self._ran_prompts = not self._ran_prompts
             chunks, decoding = (chunks, []) if self._ran_prompts else ([], decoding)
         chunks.sort(key=lambda chunk: chunk[1] < chunk[0].state.num_pending)
-        through = [one for one, count in chunks if count == one.state.num_pending]
+        through = [request for request, count in chunks if count == request.state.num_pending]
         return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
 
     def repeats(self, plan: Plan) -> bool:

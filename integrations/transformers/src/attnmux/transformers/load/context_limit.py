@@ -62,8 +62,8 @@ def with_long_factors(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _switch(text: PreTrainedConfig, rope: Mapping[str, Any]) -> int:
     stated = rope.get("original_max_position_embeddings")
-    own = getattr(text, "original_max_position_embeddings", None)
-    return int(stated or own or text.max_position_embeddings)
+    original = getattr(text, "original_max_position_embeddings", None)
+    return int(stated or original or text.max_position_embeddings)
 
 
 def _ropes(text: PreTrainedConfig) -> list[dict[str, Any]]:

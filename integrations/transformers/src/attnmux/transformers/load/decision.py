@@ -54,13 +54,13 @@ def decide(
     request: Request, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
 ) -> Decision:
     """Solve a request with the options' constraints and this machine's measurements."""
-    asked = {
+    wanted = {
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,
         "graph": options.graph or None,
         "deterministic": options.deterministic or None,
     }
-    for name, value in asked.items():
+    for name, value in wanted.items():
         if value is not None:
             request = request.replace(origin="user", **{name: value})
     if options.sparse is not None or options.sparse_budget is not None:

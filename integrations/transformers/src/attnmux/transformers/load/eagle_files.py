@@ -85,9 +85,9 @@ def hidden_layers(folder: str | Path, target: PreTrainedConfig) -> tuple[int, ..
     path = at_home(folder)
     if not any(name.startswith(EAGLE3) for name in _names(path)):
         return ()
-    own, num = _config(path), target.get_text_config(decoder=True).num_hidden_layers
-    told = (getattr(own, "eagle_config", None) or {}).get(LAYERS)
-    inputs = getattr(own, LAYERS, None) if told is None else [number + 1 for number in told]
+    config, num = _config(path), target.get_text_config(decoder=True).num_hidden_layers
+    told = (getattr(config, "eagle_config", None) or {}).get(LAYERS)
+    inputs = getattr(config, LAYERS, None) if told is None else [number + 1 for number in told]
     if inputs is None:
         if num < FEWEST_LAYERS:
             expected = f"{LAYERS} in the eagle_config of its config.json, for so few layers"
@@ -204,11 +204,11 @@ def _fill(
 def _config(path: Path) -> LlamaConfig:
     """config.json of a head. Raises InvalidInput for one of another layout."""
     with _explained(path), quiet_transformers(progress=False):
-        own: LlamaConfig = LlamaConfig.from_pretrained(path)
-    if hasattr(own, "speculators_model_type"):
+        config: LlamaConfig = LlamaConfig.from_pretrained(path)
+    if hasattr(config, "speculators_model_type"):
         got = f"{path}, in the layout of the library speculators"
         raise InvalidInput("draft", got=got, expected=FILES)
-    return own
+    return config
 
 
 def _names(path: Path) -> list[str]:
@@ -223,12 +223,12 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a folder, by names without the prefix "model."."""
     with _explained(path):
         if (path / WEIGHTS).is_file():
-            found = load_file(path / WEIGHTS)
+            tensors = load_file(path / WEIGHTS)
         else:
             # Files of old versions of torch cannot be mapped
             file, mmap = path / PICKLED, is_zipfile(path / PICKLED)
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 @contextmanager

@@ -22,13 +22,13 @@ def ignored_sampling(model: PreTrainedModel | PackedDecoder) -> str:
     if not isinstance(config, GenerationConfig):
         return ""
     stated = config.to_diff_dict()
-    found = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
+    settings = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
     if not stated.get("do_sample"):
         # Temperature and its like say nothing about greedy decoding
-        found = {name: found[name] for name in SAMPLING[-2:] if name in found}
-    if not found:
+        settings = {name: settings[name] for name in SAMPLING[-2:] if name in settings}
+    if not settings:
         return ""
-    said = ", ".join(f"{name} {value}" for name, value in found.items())
-    options = " ".join(f"--{n.replace('_', '-')} {found[n]}" for n in SERVED if n in found)
+    listed = ", ".join(f"{name} {value}" for name, value in settings.items())
+    options = " ".join(f"--{n.replace('_', '-')} {settings[n]}" for n in SERVED if n in settings)
     follow = f"; {options} follows what can be" if options else ""
-    return f"generation_config.json is ignored, tokens are the likeliest ones: {said}{follow}"
+    return f"generation_config.json is ignored, tokens are the likeliest ones: {listed}{follow}"

@@ -39,8 +39,8 @@ class ImageProcessor:
                 checkpoint, AutoProcessor, argument="image", what="a processor", files=FILES
             )
         except InvalidInput as error:
-            said = str(error.__cause__)
-            if "torchvision" in said or "VIDEO_PROCESSOR" in said:
+            message = str(error.__cause__)
+            if "torchvision" in message or "VIDEO_PROCESSOR" in message:
                 _require("torchvision")
             raise
         if getattr(self._processor, "image_processor", None) is None:
@@ -63,11 +63,11 @@ class ImageProcessor:
         pictures = [read_image(file) for file in files]
         shown = self._in_template(text, len(pictures)) if chat else text
         token = self._placeholder()
-        found = shown.count(token)
-        if found != len(pictures):
+        placeholders = shown.count(token)
+        if placeholders != len(pictures):
             raise InvalidInput(
                 name,
-                got=f"{found} placeholders {token} for {len(pictures)} images",
+                got=f"{placeholders} placeholders {token} for {len(pictures)} images",
                 expected="one for each image, or --chat, which puts them before the text",
             )
         try:

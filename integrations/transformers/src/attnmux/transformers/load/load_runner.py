@@ -116,10 +116,10 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
         "ranks that split more than weights": not options.ranks.building.run_images,
         "drafts": options.draft_tokens is not None,
     }
-    found = [name for name, hinders in hindrances.items() if hinders]
-    if found:
+    hinderers = [name for name, hinders in hindrances.items() if hinders]
+    if hinderers:
         expected = "a model with a vision tower, without drafts, on one rank or with --tp alone"
-        raise InvalidInput("images", got=found[0], expected=expected)
+        raise InvalidInput("images", got=hinderers[0], expected=expected)
 
 
 def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: RunnerOptions) -> None:

@@ -35,12 +35,13 @@ def with_kept_dtype(
     """
     if options.kv_dtype_skip is None:
         return tuple(layers)
-    own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
+    model_dtype, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
     kv_dtype = options.kv_dtype or scheme
     kv_dtype = kv_dtype and Request.canonical_dtype(kv_dtype, "kv_dtype")
-    kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
+    kept = kept_layers(options.kv_dtype_skip, kinds, dtype=model_dtype, kv_dtype=kv_dtype)
     return tuple(
-        replace(layer, kv_dtype=own) if layer.layer_id in kept else layer for layer in layers
+        replace(layer, kv_dtype=model_dtype) if layer.layer_id in kept else layer
+        for layer in layers
     )
 
 
@@ -67,12 +68,12 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
     Raises InvalidInput naming the field.
     """
     stated = expanded_request(config) if config.latent else config
-    groups, said = group_requests(recorded), group_requests(stated)
-    if len(groups) != len(said):
+    groups, stated_groups = group_requests(recorded), group_requests(stated)
+    if len(groups) != len(stated_groups):
         got = f"{len(groups)} groups of layers when the model runs"
-        raise InvalidInput("layers", got=got, expected=f"{len(said)}, by config.json")
-    for ran, told in zip(groups, said, strict=True):
-        _check_group(ran, told, max_context_len)
+        raise InvalidInput("layers", got=got, expected=f"{len(stated_groups)}, by config.json")
+    for ran, stated_group in zip(groups, stated_groups, strict=True):
+        _check_group(ran, stated_group, max_context_len)
 
 
 def _check_group(recorded: Request, stated: Request, max_context_len: int) -> None:

@@ -201,6 +201,8 @@ class RunnerOptions:
             'mla="absorbed"': self.mla == "absorbed",
             f"{self.ranks.size} ranks": self.ranks.size > 1,
         }
-        if found := [name for name, is_set in excluded.items() if is_set]:
+        if options := [name for name, is_set in excluded.items() if is_set]:
             expected = "none of these: their sums depend on the other requests"
-            raise InvalidInput("deterministic", got=f"{' and '.join(found)} too", expected=expected)
+            raise InvalidInput(
+                "deterministic", got=f"{' and '.join(options)} too", expected=expected
+            )

@@ -113,8 +113,10 @@ def allocate(
         window_step_tokens=None if one_pool else capacity.window_step_tokens,
         more_bytes=(sum(cost.full for cost in taken), sum(cost.windowed for cost in taken)),
     )
-    own, allocator, window_tree = make_pools(stored, decision, sizes, device=device, states=states)
-    pool, allocator = ranks.building.shared_pool(own, allocator)
+    rank_pool, allocator, window_tree = make_pools(
+        stored, decision, sizes, device=device, states=states
+    )
+    pool, allocator = ranks.building.shared_pool(rank_pool, allocator)
     table = ReqToTokenPool(batch_size, capacity.columns, device)
     return RunnerMemory(
         sizes=sizes,
@@ -157,15 +159,15 @@ def _kv_bytes(
     memory, page_size = capacity.memory, decision.page_size
     if memory is None:
         return None
-    given, taken = memory.resolve(device), 0
+    budget, taken = memory.resolve(device), 0
     if states is not None and memory.nbytes is not None:
         taken = states.nbytes
-        if taken >= given:
+        if taken >= budget:
             what, hint = states.described
             what += ", next to a KV pool, in bytes"
-            raise PoolExhausted(what, wanted=taken, available=given, hint=hint)
+            raise PoolExhausted(what, wanted=taken, available=budget, hint=hint)
     taken += _copies_bytes(decision, capacity, stored)
-    left = max(given - taken, 0)
+    left = max(budget - taken, 0)
     ours = bytes_per_token(stored, decision) * page_size
     theirs = _bounds_bytes(decision, stored) + beside * page_size
     left = left * ours // (ours + theirs)

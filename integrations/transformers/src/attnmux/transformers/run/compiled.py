@@ -85,8 +85,8 @@ def merge(layer: torch.nn.Module) -> None:
     original weights become parts of the merged ones."""
     for module in [*layer.modules()]:
         for names in TOGETHER:
-            found = [getattr(module, name, None) for name in names]
-            linears = [linear for linear in found if is_plain(linear)]
+            members = [getattr(module, name, None) for name in names]
+            linears = [linear for linear in members if is_plain(linear)]
             if len(linears) == len(names) and _alike(linears):
                 _merge(module, dict(zip(names, linears, strict=True)))
 

@@ -39,9 +39,9 @@ class KernelLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # A step calls this for each layer, and what it reads has left the caches while weights
         # came: parameters are not looked up as attributes, which takes a call of Python for each
-        own = self._parameters
-        weight: torch.Tensor = own["weight"]  # type: ignore[assignment]  # it has one
-        bias = own["bias"]
+        parameters = self._parameters
+        weight: torch.Tensor = parameters["weight"]  # type: ignore[assignment]  # it has one
+        bias = parameters["bias"]
         sees_ops = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
         product = self.kernel.op if sees_ops else self.kernel
         if (

@@ -273,8 +273,8 @@ class ModelOnBackend:
 
     def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
         """The model's arguments in a step that the batch does not have."""
-        given = {"encoder_states": step.encoder_states, "features": step.features}
-        inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
+        optional = {"encoder_states": step.encoder_states, "features": step.features}
+        inputs = {name: tensor for name, tensor in optional.items() if tensor is not None}
         for part in self.served.parts:
             inputs.update(part.inputs(step))
         return {"input_ids": step.input_ids, **inputs}
@@ -289,20 +289,20 @@ class ModelOnBackend:
 
         keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
         """
-        given = dict(inputs)
-        positions = given.pop("position_ids", batch.positions)
+        arguments = dict(inputs)
+        positions = arguments.pop("position_ids", batch.positions)
         for part in self.served.parts:
             positions = part.places(positions)
         # A compiler makes other code for tensors that begin elsewhere in their memory.
         positions = positions.clone() if self.is_compiled else positions
         tokens = "input_ids"
-        if "inputs_embeds" in given:
+        if "inputs_embeds" in arguments:
             tokens = "inputs_embeds"
-            del given["input_ids"]
-        given[tokens] = given[tokens].unsqueeze(0)
+            del arguments["input_ids"]
+        arguments[tokens] = arguments[tokens].unsqueeze(0)
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         model: Any = self.model
         logits: torch.Tensor = model(
-            position_ids=positions.unsqueeze(-2), use_cache=False, **given, **keeps
+            position_ids=positions.unsqueeze(-2), use_cache=False, **arguments, **keeps
         ).logits[0]
         return logits if keep is None or keeps else logits[keep]

@@ -207,7 +207,7 @@ def vision_forward(
     if cu_seq_lens_q is not None:
         lens = tuple(cu_seq_lens_q.diff().tolist())
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
-    kept = {name: value_of for name, value_of in kwargs.items() if name not in PACKING}
+    kept = {name: option for name, option in kwargs.items() if name not in PACKING}
     out = tower.attend(q, k, v, Lens(lens, lens), **kept)
     return out.view(batch_size, length, num_heads, dim), None
 
