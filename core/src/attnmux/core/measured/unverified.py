@@ -29,7 +29,7 @@ class Unverified:
     offer: Offer
     choice: Choice
     request: Request
-    """What it was chosen for: the decision's, or what a part asks."""
+    """The request that it was chosen for: the decision's, or a part's."""
     phases: tuple[str, ...]
     reason: str
 
