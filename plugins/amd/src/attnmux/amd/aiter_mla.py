@@ -222,15 +222,15 @@ class AiterMLABackend(
         if call.k is None or call.k_rope is None:
             raise call.layer.not_in_pool()
         call.check_keys_dtype(call.k, call.k_rope)
-        own = LatentRows.joined(call.k, call.k_rope).unsqueeze(1)
-        numbers = torch.arange(len(own), dtype=torch.int32, device=own.device)
-        return own, SlotLists(indptr=step.tables.query_bounds(own.device), indices=numbers)
+        rows = LatentRows.joined(call.k, call.k_rope).unsqueeze(1)
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        return rows, SlotLists(indptr=step.tables.query_bounds(rows.device), indices=numbers)
 
 
 def _check_dtypes(context: BackendContext) -> None:
-    stored, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if asked not in (None, "bfloat16"):
-        raise InvalidInput("dtype", got=asked, expected="bfloat16")
+    stored, dtype = context.token_to_kv_pool.dtype, context.request.dtype
+    if dtype not in (None, "bfloat16"):
+        raise InvalidInput("dtype", got=dtype, expected="bfloat16")
     fp8 = FP8.get(context.platform.arch)
     if stored not in (torch.bfloat16, fp8):
         expected = f"{torch.bfloat16} or the device's e4m3, {fp8}"

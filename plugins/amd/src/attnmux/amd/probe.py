@@ -152,8 +152,8 @@ def _properties(path: Path) -> dict[str, int]:
 
 
 def _local_memory(banks: Path) -> int:
-    found = [_properties(path) for path in banks.glob("*/properties")]
-    return sum(b.get("size_in_bytes", 0) for b in found if b.get("heap_type") in LOCAL_HEAPS)
+    properties = [_properties(path) for path in banks.glob("*/properties")]
+    return sum(b.get("size_in_bytes", 0) for b in properties if b.get("heap_type") in LOCAL_HEAPS)
 
 
 def _product(root: Path, minor: int) -> str:

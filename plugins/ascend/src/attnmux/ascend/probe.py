@@ -124,8 +124,8 @@ def _table(program: str) -> str:
     except OSError as error:
         raise AttnmuxError(f"{program} cannot be run: {error}") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing")[-300:]
-        raise AttnmuxError(f"{program} info ended with {done.returncode} and said: {said}")
+        output = (done.stderr.strip() or done.stdout.strip() or "nothing")[-300:]
+        raise AttnmuxError(f"{program} info ended with {done.returncode} and said: {output}")
     return done.stdout
 
 
@@ -157,11 +157,11 @@ def _arch_at(device: Path) -> str:
 
 
 def _arch_on_the_bus(root: Path) -> str:
-    found = sorted({arch for path in (root / PCI).glob("*") if (arch := _arch_at(path))})
-    if len(found) != 1:
-        said = " and ".join(found) or "no NPU that is known"
-        raise AttnmuxError(f"npu-smi is not on the PATH, and the PCI bus shows {said}")
-    return found[0]
+    archs = sorted({arch for path in (root / PCI).glob("*") if (arch := _arch_at(path))})
+    if len(archs) != 1:
+        listed = " and ".join(archs) or "no NPU that is known"
+        raise AttnmuxError(f"npu-smi is not on the PATH, and the PCI bus shows {listed}")
+    return archs[0]
 
 
 def _read(path: Path) -> str:

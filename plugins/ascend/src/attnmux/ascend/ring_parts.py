@@ -69,14 +69,14 @@ class RingPart:
         """[m] int64: the keys' slots in the request table. Encoder tokens come before others."""
         indices = batch.req_pool_indices
         of_part = torch.tensor([self.starts, self.lens], dtype=torch.int32, device=indices.device)
-        found = kv_indices(
+        slots = kv_indices(
             table,
             indices,
             cu_seqlens(of_part[1]),
             kv_start=of_part[0],
             total=sum(self.lens),
         ).long()
-        return found if self.places is None else found[self.places]
+        return slots if self.places is None else slots[self.places]
 
 
 def prefix_parts(

@@ -74,11 +74,14 @@ class PackedRequests:
     ) -> tuple[Keys, tuple[torch.Tensor, ...]]:
         """Copies of rows [T, H, D] of their new tokens as pages [pages, page_size, H, D], 0 after
         each request's, with their table. A table's row has room for a multiple of `key_tile`."""
-        each = -(-self.longest // key_tile) * key_tile // page_size
+        num_pages = -(-self.longest // key_tile) * key_tile // page_size
         slots = torch.cat(
-            [index * each * page_size + torch.arange(count) for index, count in enumerate(self.new)]
+            [
+                index * num_pages * page_size + torch.arange(count)
+                for index, count in enumerate(self.new)
+            ]
         ).to(rows[0].device)
-        shape = (len(self.new) * each, page_size)
+        shape = (len(self.new) * num_pages, page_size)
         pages = []
         for row in rows:
             copied = row.new_zeros((shape[0] * page_size, *row.shape[1:]))
@@ -86,4 +89,4 @@ class PackedRequests:
             pages.append(copied.view(*shape, *row.shape[1:]))
         table = torch.arange(shape[0], dtype=torch.int32, device=slots.device)
         lens = torch.tensor(self.new, dtype=torch.int32, device=slots.device)
-        return Keys(page_table=table.view(-1, each), lens=lens), tuple(pages)
+        return Keys(page_table=table.view(-1, num_pages), lens=lens), tuple(pages)

@@ -34,10 +34,10 @@ def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
 
 def check_own_or_fp8(context: BackendContext) -> None:
     """Raises InvalidInput for a pool that is neither of the queries' dtype nor of e4m3."""
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if dtype != FP8 and asked is not None and dtype != torch_dtype(asked):
+    dtype, wanted = context.token_to_kv_pool.dtype, context.request.dtype
+    if dtype != FP8 and wanted is not None and dtype != torch_dtype(wanted):
         raise InvalidInput(
-            "token_to_kv_pool", got=dtype, expected=f"{asked}, as the queries are, or {FP8}"
+            "token_to_kv_pool", got=dtype, expected=f"{wanted}, as the queries are, or {FP8}"
         )
 
 

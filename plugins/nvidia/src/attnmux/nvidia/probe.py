@@ -107,12 +107,12 @@ def _instances(nvml: ModuleType, gpu: object) -> list[Device]:
         mode, _ = nvml.nvmlDeviceGetMigMode(gpu)
     except nvml.NVMLError:  # most GPUs have no such mode
         return []
-    found = []
+    instances = []
     if mode == nvml.NVML_DEVICE_MIG_ENABLE:
         for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
             with suppress(nvml.NVMLError):  # none in this place, or withheld from the container
-                found.append(Device(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place), gpu))
-    return found
+                instances.append(Device(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place), gpu))
+    return instances
 
 
 def _instance_ids(nvml: ModuleType, one: Device) -> tuple[str, str]:

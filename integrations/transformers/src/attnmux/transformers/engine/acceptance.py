@@ -87,12 +87,12 @@ def followed_paths(trees: HostTrees, sampled: torch.Tensor, laps: Laps) -> Answe
 
     sampled: [B * d] int64.
     """
-    said: list[int] = sampled.tolist()
-    num = len(said) // len(trees.tokens)
-    predicted = [said[place : place + num] for place in range(0, len(said), num)]
+    sampled_ids: list[int] = sampled.tolist()
+    num = len(sampled_ids) // len(trees.tokens)
+    predicted = [sampled_ids[place : place + num] for place in range(0, len(sampled_ids), num)]
     laps.lap("wait")
     paths, tokens = trees.accepted(predicted)
-    unsound = NOT_A_NUMBER in said
+    unsound = NOT_A_NUMBER in sampled_ids
     return Answer(paths=paths, tokens=tokens, predicted=predicted, has_unsound=unsound)
 
 

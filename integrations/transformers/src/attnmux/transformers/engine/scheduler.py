@@ -140,7 +140,7 @@ class Scheduler:
         if not self._cache.window_need:
             return sys.maxsize
         used = sum(request.state.num_columns % self._page_size == 0 for request in self.decoding)
-        used += sum(self._new_pages(one, count) for one, count in chunks)
+        used += sum(self._new_pages(running, count) for running, count in chunks)
         return self._cache.window_obtainable // self._page_size - used
 
     def _next_tokens(self, request: LiveRequest, room: int, pages: int) -> int:
@@ -164,7 +164,7 @@ class Scheduler:
     def _make_room(self, chunks: list[tuple[LiveRequest, int]]) -> bool:
         """Evict as much as the step needs. Returns whether that was enough."""
         page_size, free = self._page_size, self._cache.allocator.available_size
-        need = sum(self._new_pages(one, count) for one, count in chunks) * page_size
+        need = sum(self._new_pages(running, count) for running, count in chunks) * page_size
         if need + len(self.decoding) * page_size <= free():
             return True
         self._cache.give_back(self.decoding)

@@ -31,7 +31,7 @@ def request_of(
     """
     alike = by_shape(layers, *SHAPE)
     first, *others = sorted(alike, key=lambda group: group[0].kv_dtype is not None)
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "kind": first[0].kind,
         **_needs(first),
         "other_layers": [
@@ -44,7 +44,7 @@ def request_of(
         "relative_bias": any(layer.relative_bias is not None for layer in layers),
         **_linear_needs(linear),
     }
-    return Request().replace(origin="model", **given)
+    return Request().replace(origin="model", **fields)
 
 
 def _needs(layers: Sequence[LayerSpec]) -> dict[str, Any]:

@@ -112,12 +112,12 @@ def check_recorded(call: LayerCall, layer: LayerSpec) -> None:
 
 def _has(one: LayerCall | LayerSpec) -> tuple[str, ...]:
     """The values that each of its heads has."""
-    each = {
+    values = {
         "sink": one.sinks,
         "ALiBi slope": one.alibi_slopes,
         "relative position bias": one.relative_bias,
     }
-    return tuple(name for name, value in each.items() if value is not None)
+    return tuple(name for name, value in values.items() if value is not None)
 
 
 def no_mask(

@@ -50,23 +50,23 @@ class BatchedEncoder:
 
         Raises InvalidInput for other inputs.
         """
-        given = [self._checked(source) for source in inputs]
-        states: list[torch.Tensor] = [torch.empty(0)] * len(given)
-        for group in self._groups(given):
-            rows = self._run([given[index] for index in group])
+        checked = [self._checked(source) for source in inputs]
+        states: list[torch.Tensor] = [torch.empty(0)] * len(checked)
+        for group in self._groups(checked):
+            rows = self._run([checked[index] for index in group])
             for index, row in zip(group, rows, strict=True):
                 states[index] = row
         return states
 
     def _checked(self, inputs: Inputs) -> dict[str, torch.Tensor]:
         """On the model's device and in its dtype, without a mask that hides nothing."""
-        given = {name: value.to(self._model.device) for name, value in inputs.items()}
-        mask = given.pop("attention_mask", None)
+        tensors = {name: value.to(self._model.device) for name, value in inputs.items()}
+        mask = tensors.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
             raise InvalidInput(
                 "encoder", got="an attention_mask with padding", expected="inputs without any"
             )
-        for name, value in given.items():
+        for name, value in tensors.items():
             if name not in self._taken or value.shape[:1] != (1,):
                 raise InvalidInput(
                     "encoder",
@@ -74,10 +74,10 @@ class BatchedEncoder:
                     expected=f"some of {', '.join(self._taken)}, each of one request: [1, …]",
                 )
             if value.is_floating_point():
-                given[name] = value.to(self._model.dtype)
-        if not given:
+                tensors[name] = value.to(self._model.dtype)
+        if not tensors:
             raise InvalidInput("encoder", got="nothing", expected="the encoder's inputs")
-        return given
+        return tensors
 
     @cached_property
     def _taken(self) -> Mapping[str, inspect.Parameter]:

@@ -72,11 +72,11 @@ class DecoderRecorder(Recorder):
 
 def _parted(call: LayerCall) -> tuple[LayerCall, LayerCall]:
     """A call over the decoder's tokens and then the encoder's, as two. Its mask is two masks."""
-    own = slice(0, call.q.shape[0])
-    theirs = slice(own.stop, None)
+    decoder_keys = slice(0, call.q.shape[0])
+    encoder_keys = slice(decoder_keys.stop, None)
     masks = (None, None) if call.mask is None else call.mask.chunk(2, dim=-1)
-    first = replace(call, k=call.k[own], v=call.v[own], mask=masks[0])
-    k, v = call.k[theirs], call.v[theirs]
+    first = replace(call, k=call.k[decoder_keys], v=call.v[decoder_keys], mask=masks[0])
+    k, v = call.k[encoder_keys], call.v[encoder_keys]
     return first, replace(call, layer_id=call.layer_id + 1, k=k, v=v, mask=masks[-1])
 
 

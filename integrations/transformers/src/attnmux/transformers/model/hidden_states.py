@@ -141,13 +141,13 @@ def _layers_of(model: PreTrainedModel, layers: Sequence[int]) -> list[torch.nn.M
     """The layers by their numbers. Raises InvalidInput for those that the model lacks."""
     if not layers:
         return []
-    found = {number: layer for layer, _, number in decoder_layers(_decoder_of(model))}
-    lacking = set(layers) - found.keys()
+    by_number = {number: layer for layer, _, number in decoder_layers(_decoder_of(model))}
+    lacking = set(layers) - by_number.keys()
     if lacking:
-        numbers = ", ".join(map(str, sorted(found)))
+        numbers = ", ".join(map(str, sorted(by_number)))
         expected = f"layers of {type(model).__name__} that mix tokens: {numbers or 'it has none'}"
         raise InvalidInput("hidden_layers", got=sorted(lacking), expected=expected)
-    return [found[number] for number in layers]
+    return [by_number[number] for number in layers]
 
 
 def _first(output: Any) -> torch.Tensor:  # noqa: ANN401  # transformers'

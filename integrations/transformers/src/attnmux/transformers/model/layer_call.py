@@ -204,8 +204,8 @@ def mark_layer(module: torch.nn.Module, layer_id: int) -> None:
 def traced_layer_id(module: torch.nn.Module) -> torch.Tensor:
     """The layer's number for the op, [] int64. A compiler that reads `layer_idx` makes code for
     that layer alone; the tensor of `mark_layer` is an input of the code."""
-    found = getattr(module, LAYER_ID, None)
-    return torch.tensor(layer_id_of(module)) if found is None else found
+    traced = getattr(module, LAYER_ID, None)
+    return torch.tensor(layer_id_of(module)) if traced is None else traced
 
 
 def window_of(sliding_window: int | None) -> int:

@@ -97,10 +97,10 @@ def take_positions(model: PreTrainedModel) -> None:
     """
     if _takes_positions(model):
         return
-    found = list(filter(_is_table, model.modules()))
-    if len(found) != 1:
+    tables = list(filter(_is_table, model.modules()))
+    if len(tables) != 1:
         return
-    table, own = PositionTable(type(model).__name__, found[0]), model.forward
+    table, own = PositionTable(type(model).__name__, tables[0]), model.forward
 
     def forward(*args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:  # noqa: ANN401  # the model's
         with table.given(position_ids):

@@ -136,7 +136,7 @@ def t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A decoder's module. The first hands its table on, in place of the biases of all positions."""
     if not module.is_decoder:
         return
-    own = _relative_bias(module)
+    bias = _relative_bias(module)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -145,7 +145,7 @@ def t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         position_bias: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        table = own if position_bias is None else position_bias
+        table = bias if position_bias is None else position_bias
         source = hidden_states if key_value_states is None else key_value_states
         return _t5_attention(module, config, hidden_states, source, mask, table), table, None
 
@@ -182,8 +182,10 @@ def _t5_attention(
     """The module's output [1, T, d_model]. source: the states of the keys."""
     shape = module.n_heads, module.key_value_proj_dim
     projected = module.q(hidden_states), module.k(source), module.v(source)
-    given = {"scaling": 1.0, "relative_bias": table}
-    out: torch.Tensor = module.o(attend_projected(module, config, projected, shape, mask, **given))
+    arguments = {"scaling": 1.0, "relative_bias": table}
+    out: torch.Tensor = module.o(
+        attend_projected(module, config, projected, shape, mask, **arguments)
+    )
     return out
 
 

@@ -137,19 +137,19 @@ class VisibleKeys:
         sequences with padding between their tokens, and for chunks with any padding.
         """
         key = (_content(self.mask_function), told)
-        found = self.reaches.get(key)
-        if found is None:
+        reach = self.reaches.get(key)
+        if reach is None:
             device = torch.device("cpu")
-            found = read_reach(
+            reach = read_reach(
                 self.mask_function, told, max_context_len=LONGEST_READ, device=device
             )
-            self.reaches[key] = found
-        if found.attention_chunk_size and (self.padding is not None or self.is_packed):
+            self.reaches[key] = reach
+        if reach.attention_chunk_size and (self.padding is not None or self.is_packed):
             got = "several sequences in a row" if self.is_packed else "padding"
             raise InvalidInput(
                 "attention_mask", got=f"{got}, in a layer with chunks", expected="none"
             )
-        if found.sliding_window_size >= 0 and self.padding is not None:
+        if reach.sliding_window_size >= 0 and self.padding is not None:
             starts = self.padding[:, 1:] & ~self.padding[:, :-1]
             if bool((starts.sum(1) + self.padding[:, 0] > 1).any()):
                 raise InvalidInput(
@@ -157,7 +157,7 @@ class VisibleKeys:
                     got="padding between tokens, in a layer with a window",
                     expected="padding before or after a sequence",
                 )
-        return found
+        return reach
 
     def from_chunk(self, size: int) -> VisibleKeys:
         """Without the keys before the first chunk that K has whole: places are counted from the

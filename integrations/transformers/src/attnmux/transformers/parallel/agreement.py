@@ -50,10 +50,10 @@ def decided(
             decision.check(platform, offers)
         except InvalidInput as error:
             problems.append(str(error.got))
-    said = group.exchange("; ".join(problems))
-    if any(said):
+    answers = group.exchange("; ".join(problems))
+    if any(answers):
         name = decisions[0].hash[:12]
-        by_rank = [difference or f"decision {name} holds" for difference in said]
+        by_rank = [difference or f"decision {name} holds" for difference in answers]
         raise RanksDiffer("the decision", by_rank=by_rank)
     return decisions
 
@@ -98,22 +98,22 @@ def together(group: RankGroup, make: Callable[[], T]) -> T:
     Raises BackendFailed on all ranks for a backend that failed on one, so that all of them go on to
     the same next candidate; any other error on its rank, and AttnmuxError with it on the others.
     """
-    made, failure = None, None
+    result, failure = None, None
     try:
-        made = make()
+        result = make()
     except RankFailed:
         raise
     except Exception as error:  # libraries and compilers raise anything
         failure = error
     backend = failure.address if isinstance(failure, BackendFailed) else ""
     reason = failure.reason if isinstance(failure, BackendFailed) else ""
-    said = group.exchange(
+    texts = group.exchange(
         json.dumps([backend, reason or (AttnmuxError.in_brief(failure) if failure else "")])
     )
-    found = {rank: json.loads(text) for rank, text in enumerate(said)}
-    failed = {rank: answer for rank, answer in found.items() if answer[1]}
+    answers = {rank: json.loads(text) for rank, text in enumerate(texts)}
+    failed = {rank: answer for rank, answer in answers.items() if answer[1]}
     if not failed:
-        return cast("T", made)
+        return cast("T", result)
     if failure is not None and not backend:
         raise failure
     rank, (address, why) = next(iter(failed.items()))
@@ -128,8 +128,8 @@ def check_step(group: RankGroup, kind: str, requests: Sequence[Sequence[int]]) -
     kind: of the step. requests: numbers of each request, such as its id and its tokens.
     Raises RanksDiffer on every rank if they differ, and RankFailed without an answer.
     """
-    said = f"{kind} of {[list(each) for each in requests]}"
-    digests = group.exchange_numbers([zlib.crc32(said.encode())])
+    description = f"{kind} of {[list(each) for each in requests]}"
+    digests = group.exchange_numbers([zlib.crc32(description.encode())])
     if len({digest for (digest,) in digests}) > 1:
-        by_rank = group.exchange(said)
+        by_rank = group.exchange(description)
         raise RanksDiffer("the step", by_rank=by_rank, hint="give each rank the same requests")

@@ -91,7 +91,7 @@ class GroupBuilds(Builds):
         return together(self.group, make)
 
     def smallest(self, number: int) -> int:
-        return min(each for (each,) in self.group.exchange_numbers([number]))
+        return min(count for (count,) in self.group.exchange_numbers([number]))
 
 
 class GroupSteps(Synchronises):

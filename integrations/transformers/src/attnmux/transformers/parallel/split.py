@@ -107,8 +107,8 @@ def plan_of(model: PreTrainedModel) -> Mapping[str, str]:
         if hasattr(module, "kv_b_proj") and not any(
             re.fullmatch(_pattern(key), f"{name}.kv_b_proj") for key in plan
         ):
-            own = {last for last, _ in module.named_children()}
-            plan |= {f"{name}.{last}": style for last, style in LATENT.items() if last in own}
+            children = {last for last, _ in module.named_children()}
+            plan |= {f"{name}.{last}": style for last, style in LATENT.items() if last in children}
     return plan
 
 
@@ -125,7 +125,9 @@ def _matches(model: PreTrainedModel, plan: Mapping[str, str]) -> list[tuple[str,
             if parameter not in whole
         ),
     ]
-    return [(name, style) for name in names for each, style in patterns if each.fullmatch(name)]
+    return [
+        (name, style) for name in names for pattern, style in patterns if pattern.fullmatch(name)
+    ]
 
 
 def _pattern(key: str) -> str:
@@ -193,8 +195,8 @@ def _part(values: torch.Tensor, style: str, group: RankGroup, name: str) -> torc
     if size % (packed * group.size):
         expected = f"a multiple of {packed * group.size}, for {group.size} ranks"
         raise InvalidInput(name, got=f"{size} {'rows' if dim else 'outputs'}", expected=expected)
-    each = size // packed // group.size
-    halves = [half.narrow(dim, group.rank * each, each) for half in values.chunk(packed, dim)]
+    share = size // packed // group.size
+    halves = [half.narrow(dim, group.rank * share, share) for half in values.chunk(packed, dim)]
     return _parameter(torch.cat(halves, dim))
 
 
@@ -239,5 +241,5 @@ class _TakePart(_Sum):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:  # type: ignore[override]  # noqa: ANN401  # as torch calls it
         whole = args[0]
-        each = whole.shape[-1] // self._group.size
-        return (whole.narrow(-1, self._group.rank * each, each), *args[1:])
+        share = whole.shape[-1] // self._group.size
+        return (whole.narrow(-1, self._group.rank * share, share), *args[1:])

@@ -99,15 +99,15 @@ def pool_sizes(
     page_size = decision.page_size
     token_bytes = bytes_per_token(layers, decision) + sum(more_bytes)
     limits = [] if max_tokens is None else [max_tokens]
-    one = limits + ([] if nbytes is None else [tokens_in_budget(nbytes, token_bytes, page_size)])
-    sizes = PoolSizes(full=min(one), one_pool=min(one))
+    bounds = limits + ([] if nbytes is None else [tokens_in_budget(nbytes, token_bytes, page_size)])
+    sizes = PoolSizes(full=min(bounds), one_pool=min(bounds))
     span = span_of(layers)
     if span is None or window_step_tokens is None or sizes.full <= page_size:
         return sizes
-    own, step_tokens = max_batch_size * span.tokens_each(page_size), window_step_tokens
+    window_tokens, step_tokens = max_batch_size * span.tokens_each(page_size), window_step_tokens
 
     def swa_tokens(full: int) -> int:
-        tokens = own + max(full // WINDOW_SHARE, step_tokens)
+        tokens = window_tokens + max(full // WINDOW_SHARE, step_tokens)
         return min(-(-tokens // page_size) * page_size, full)
 
     windowed = [layer for layer in layers if _is_windowed(layer)]

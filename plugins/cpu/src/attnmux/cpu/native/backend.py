@@ -164,14 +164,14 @@ class NativeBackend(AttentionBackend):
         """The step's ranges for a layer. The first of the layers that share them makes them."""
         if self._lens is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        found = self._rules.get((layer.layer_id, in_call))
-        if found is None or found[0] is not layer:
+        known = self._rules.get((layer.layer_id, in_call))
+        if known is None or known[0] is not layer:
             rule = KeyRule.of(layer, in_call=in_call)
             # The call's own k and v have no slots, so their group does not matter.
             group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
             number = self._numbers.setdefault((rule, group), len(self._numbers))
-            found = self._rules[layer.layer_id, in_call] = layer, rule, number
-        _, rule, number = found
+            known = self._rules[layer.layer_id, in_call] = layer, rule, number
+        _, rule, number = known
         ranges = self._ranges.get(number)
         if ranges is None:
             ranges = Ranges.of(rule, layer, batch, self._lens, self.context)

@@ -181,12 +181,12 @@ def _compiled_library(level: Level) -> ctypes.CDLL:
     try:
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
-            made = Path(scratch) / level.file_name
-            _run(level.command(compiler, made))
+            built = Path(scratch) / level.file_name
+            _run(level.command(compiler, built))
             if path is not None:
                 with suppress(OSError):
-                    _keep(made.read_bytes(), path)
-            return _kept_library(level) or ctypes.CDLL(str(made))
+                    _keep(built.read_bytes(), path)
+            return _kept_library(level) or ctypes.CDLL(str(built))
     except OSError as error:
         raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
 
@@ -222,8 +222,8 @@ def _keep(content: bytes, path: Path) -> None:
 
 def _run(command: list[str]) -> None:
     """Run the compiler. It ends, with all that it started, when this process stops waiting."""
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        compiler = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        compiler = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
             code = compiler.wait(SECONDS)
         except subprocess.TimeoutExpired as error:
@@ -233,8 +233,8 @@ def _run(command: list[str]) -> None:
             if compiler.returncode is None:
                 _end(compiler)
         if code:
-            said.seek(0)
-            lines = [line for line in said.read().splitlines() if "error" in line]
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if "error" in line]
             reason = lines[0] if lines else f"it ended with {code}"
             raise BackendFailed(ADDRESS, f"{command[0]}: {reason}", hint=HINT)
 

@@ -88,12 +88,12 @@ class DualChunkBackend(LibraryBackend[DualChunkKernels, DualChunkLayer, DualChun
 
     def prepare_layer(self, layer: LayerSpec) -> DualChunkLayer:
         _check_layer(layer)
-        pool, asked = self.context.token_to_kv_pool, self.context.request.dtype
+        pool, dtype = self.context.token_to_kv_pool, self.context.request.dtype
         if layer.layer_id not in pool.layer_ids:
             return DualChunkLayer()
-        if asked is not None and pool.dtype != torch_dtype(asked):
+        if dtype is not None and pool.dtype != torch_dtype(dtype):
             raise InvalidInput(
-                "token_to_kv_pool", got=pool.dtype, expected=f"{asked}, as the queries are"
+                "token_to_kv_pool", got=pool.dtype, expected=f"{dtype}, as the queries are"
             )
         group = ChunkGroup.of(layer, self.context)
         kv = self.context.kv_pages(layer, group.keys.page_size)

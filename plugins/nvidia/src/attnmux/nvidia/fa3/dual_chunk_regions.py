@@ -22,10 +22,10 @@ def regions_of(pieces: Pieces) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """(start, length), [P] int32 each, of the keys that each query meets: those of its own
     chunk, of the chunk before, and all before that."""
     before = (pieces.chunks - 1).clamp_(min=0) * pieces.chunk_len
-    own = pieces.chunks * pieces.chunk_len
+    starts = pieces.chunks * pieces.chunk_len
     return (
-        (own, pieces.ends - own),
-        (before, own - before),
+        (starts, pieces.ends - starts),
+        (before, starts - before),
         (torch.zeros_like(before), before),
     )
 

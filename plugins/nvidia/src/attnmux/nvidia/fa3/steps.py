@@ -100,7 +100,7 @@ class FA3Step:
     ) -> None:
         """schedules: the layers of each."""
         for schedule, layers in schedules.items():
-            made = schedule.compute(kernels, self.tables)
+            computed = schedule.compute(kernels, self.tables)
             if self.buffers:
-                made = self.buffers.schedules[schedule][: made.shape[0]].copy_(made)
-            self.schedules.update(dict.fromkeys(layers, made))
+                computed = self.buffers.schedules[schedule][: computed.shape[0]].copy_(computed)
+            self.schedules.update(dict.fromkeys(layers, computed))

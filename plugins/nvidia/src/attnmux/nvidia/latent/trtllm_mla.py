@@ -185,9 +185,9 @@ class TRTLLMMLABackend(
         q, out, padding = LatentRows.joined(call.q, call.q_rope), call.out, step.padding
         if padding is not None:
             return padding.gather(self._decode(padding.spread(q), layer, step, None))
-        each = step.tables.queries_each or 1
-        into = by_request(out, each) if out is not None and Rows.is_writable(out) else None
-        result = self._decode(by_request(q, each), layer, step, into)
+        queries = step.tables.queries_each or 1
+        into = by_request(out, queries) if out is not None and Rows.is_writable(out) else None
+        result = self._decode(by_request(q, queries), layer, step, into)
         step.replace_empty(result)
         if out is not None and result is into:
             return out
@@ -241,11 +241,11 @@ class TRTLLMMLABackend(
 
 def _padded_heads(q: torch.Tensor) -> torch.Tensor:
     """[B, 1, 128, 576], as XQA takes it. Raises InvalidInput for more queries or heads."""
-    _, each, heads, _ = q.shape
-    if each != 1 or heads > XQA_HEADS:
+    _, queries, heads, _ = q.shape
+    if queries != 1 or heads > XQA_HEADS:
         raise InvalidInput(
             "q",
-            got=f"{each} queries a request of {heads} heads",
+            got=f"{queries} queries a request of {heads} heads",
             expected=f"one of at most {XQA_HEADS}",
         )
     return torch.nn.functional.pad(q, (0, 0, 0, XQA_HEADS - heads)) if heads < XQA_HEADS else q

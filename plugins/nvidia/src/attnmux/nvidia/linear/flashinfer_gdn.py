@@ -190,7 +190,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         call.out[num:].zero_()
         if num:
             out = call.out[:num]
-            found, after = self.kernels.chunk_gated_delta_rule(
+            result, after = self.kernels.chunk_gated_delta_rule(
                 normed(call.q[:num], layer),
                 normed(call.k[:num], layer),
                 dense(call.v[:num]),
@@ -203,7 +203,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
                 output=out if Rows.is_writable(out) else None,
             )
             if not Rows.is_writable(out):
-                out.copy_(found)
+                out.copy_(result)
             states = after.transpose(-1, -2)
         step.finish(pool, rows, before, states)
 

@@ -112,7 +112,7 @@ class XQADecode(Decode):
         self, q: torch.Tensor, layer: TRTLLMMHALayer, keys: Keys, out: torch.Tensor
     ) -> None:
         tables = self._step.tables
-        each = tables.queries_each or 1
+        queries = tables.queries_each or 1
         self._kernels.xqa_batch_decode_with_kv_cache(
             q if Rows.is_writable(q) else q.clone(memory_format=torch.contiguous_format),
             layer.kv,
@@ -121,8 +121,8 @@ class XQADecode(Decode):
             keys.lens,
             tables.max_seqlen_k,
             out=out,
-            q_len_per_req=each,
-            mask=None if each == 1 else self._masks[tables.batch_size, each],
+            q_len_per_req=queries,
+            mask=None if queries == 1 else self._masks[tables.batch_size, queries],
             **self._arguments[layer.layer.layer_id],
         )
 

@@ -106,10 +106,10 @@ def _check(layer: LayerSpec, context: BackendContext) -> None:
         f"dims {layer.qk_head_dim} and {layer.v_head_dim}": layer.qk_head_dim != layer.v_head_dim,
         "no place in the KV pool": layer.layer_id not in context.token_to_kv_pool.layer_ids,
     }
-    found = [name for name, is_set in extras.items() if is_set]
-    if found:
+    unserved = [name for name, is_set in extras.items() if is_set]
+    if unserved:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            got=" and ".join(found),
+            got=" and ".join(unserved),
             expected="causal self-attention over the pool, one head dim, without cap and chunks",
         )

@@ -50,15 +50,15 @@ def compute_units(context: BackendContext) -> int:
     units = context.platform.core_count
     if not library.knobs.runtime.interpret:
         try:
-            found = driver.active.get_active_torch_device()
+            device = driver.active.get_active_torch_device()
         except RuntimeError as error:
             why = AttnmuxError.in_brief(error)
             reason = f"Triton {library.__version__} drives no device here: {why}"
             raise BackendFailed("triton", reason) from error
-        if found.type != context.device.type:
+        if device.type != context.device.type:
             raise BackendFailed(
                 "triton",
-                f"Triton {library.__version__} drives {found.type}, not {context.device}",
+                f"Triton {library.__version__} drives {device.type}, not {context.device}",
             )
         if not units:
             facts = driver.active.utils.get_device_properties(context.device.index or 0)

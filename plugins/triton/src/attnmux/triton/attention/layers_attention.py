@@ -141,12 +141,12 @@ class LayersAttention:
             return None
         key = layer_id, queries
         if key not in self._chain_attention:
-            layer, found = self._layers[layer_id], None
+            layer, chain = self._layers[layer_id], None
             config = layer.dispatch.chains(queries)
             if config is not None:
                 layer = replace(layer, tiles=config, short_tiles=None)
-                found = self._tiles_of(layer), self._plans_of(layer)
-            self._chain_attention[key] = found
+                chain = self._tiles_of(layer), self._plans_of(layer)
+            self._chain_attention[key] = chain
         return self._chain_attention[key]
 
     def _tiles_of(self, layer: TritonLayer) -> TileAttention:

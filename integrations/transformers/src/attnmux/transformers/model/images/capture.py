@@ -101,8 +101,8 @@ class ImageReader(ModelPart):
         return tuple(layers)
 
     def ask(self, ways: Sequence[Request], options: RunnerOptions) -> list[Request]:
-        asked = {"encoder_head_dim": self.tower.layer.qk_head_dim, "custom_mask": self.has_spans}
-        return [way.replace(origin="model", **asked) for way in ways]
+        needs = {"encoder_head_dim": self.tower.layer.qk_head_dim, "custom_mask": self.has_spans}
+        return [way.replace(origin="model", **needs) for way in ways]
 
     def attach(self, context: BackendContext, decision: Decision) -> None:
         self.tower.build(decision, context.device)
@@ -126,8 +126,8 @@ class ImageReader(ModelPart):
         """The spans of a prompt without pixels that claims to hold an image."""
         types = torch.tensor([[0, 1, 1, 1, 0]], device=self._model.device)
         taken = inspect.signature(self._model.forward).parameters
-        told = {name: types for name in TYPES if name in taken}
-        handed = self._run({"input_ids": torch.zeros_like(types), **told})
+        token_types = {name: types for name in TYPES if name in taken}
+        handed = self._run({"input_ids": torch.zeros_like(types), **token_types})
         return self._spans(handed, types.shape[1])
 
     @torch.inference_mode(False)
@@ -139,22 +139,22 @@ class ImageReader(ModelPart):
         that do not match the placeholders, and for a model whose decoder takes more than
         embeddings, positions and spans.
         """
-        given = self._given(inputs)
-        ids = [int(token) for token in given["input_ids"][0].tolist()]
+        tensors = self._given(inputs)
+        ids = [int(token) for token in tensors["input_ids"][0].tolist()]
         places = [place for place, token in enumerate(ids) if token == self.token_id]
-        seen = {name: value for name, value in given.items() if name not in TOKEN_INPUTS}
+        seen = {name: value for name, value in tensors.items() if name not in TOKEN_INPUTS}
         pixels = [name for name, value in seen.items() if value.is_floating_point()]
         for name in pixels:
-            given[name] = seen[name].to(self._model.dtype)
+            tensors[name] = seen[name].to(self._model.dtype)
         if not places or not pixels:
             raise InvalidInput(
                 "images",
                 got=f"{len(places)} placeholders, and {', '.join(pixels) or 'no pixels'}",
                 expected="a prompt with a placeholder for each of its images",
             )
-        del given["attention_mask"]
+        del tensors["attention_mask"]
         calls = self.tower.num_calls
-        handed = self._run(given)
+        handed = self._run(tensors)
         if self.tower.num_calls == calls:
             raise InvalidInput(
                 "images",
@@ -181,28 +181,30 @@ class ImageReader(ModelPart):
 
     def _given(self, inputs: object) -> dict[str, torch.Tensor]:
         """The tensors, on the model's device, with an attention_mask that hides nothing."""
-        found: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
-        given = {
+        mapping: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
+        tensors = {
             name: value.to(self._model.device)
-            for name, value in found.items()
+            for name, value in mapping.items()
             if isinstance(value, torch.Tensor)
         }
-        ids = given.get("input_ids")
-        mask = given.setdefault("attention_mask", torch.ones(1))
+        ids = tensors.get("input_ids")
+        mask = tensors.setdefault("attention_mask", torch.ones(1))
         got = f"no input_ids in a {type(inputs).__name__}"
         if ids is not None:
             got = f"input_ids {tuple(ids.shape)} in {ids.dtype}, or padding"
             is_prompt = ids.ndim == 2 and len(ids) == 1 and not ids.is_floating_point()
             # Prefixes are shared by ids and images alone
-            own = [f"{name} too" for name in ("position_ids", "inputs_embeds") if name in given]
-            own += [
-                f"{name} {tuple(given[name].shape)} for input_ids {tuple(ids.shape)}"
-                for name in TYPES
-                if name in given and given[name].shape != ids.shape
+            faults = [
+                f"{name} too" for name in ("position_ids", "inputs_embeds") if name in tensors
             ]
-            if is_prompt and bool(mask.all()) and not own:
-                return given
-            got = ", ".join(own) or got
+            faults += [
+                f"{name} {tuple(tensors[name].shape)} for input_ids {tuple(ids.shape)}"
+                for name in TYPES
+                if name in tensors and tensors[name].shape != ids.shape
+            ]
+            if is_prompt and bool(mask.all()) and not faults:
+                return tensors
+            got = ", ".join(faults) or got
         raise InvalidInput(
             "images",
             got=got,
@@ -240,8 +242,10 @@ class ImageReader(ModelPart):
         ]
         mask = handed.inputs.get("attention_mask")
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
-        own = [shown for shown in masks if shown is not None and shown.shape != (1, 1, 1, 1)]
-        if more or own or handed.inputs.get("inputs_embeds") is None:
+        unknown_masks = [
+            shown for shown in masks if shown is not None and shown.shape != (1, 1, 1, 1)
+        ]
+        if more or unknown_masks or handed.inputs.get("inputs_embeds") is None:
             raise InvalidInput(
                 "images",
                 got=f"{self._name}, whose decoder takes {more or 'a mask of its own'}",
@@ -265,17 +269,17 @@ class ImageReader(ModelPart):
 
     def _positions(self, handed: _Handed, length: int) -> torch.Tensor | None:
         """[3, P] on the host; None if positions are places."""
-        given = handed.inputs.get("position_ids")
-        if given is None:
+        positions = handed.inputs.get("position_ids")
+        if positions is None:
             return None
-        rows: torch.Tensor = given.reshape(-1, length).cpu()
+        rows: torch.Tensor = positions.reshape(-1, length).cpu()
         if torch.equal(rows, torch.arange(length).expand_as(rows)):
             return None
         if rows.shape[0] == 3 and bool((rows[:, -1] == rows.max()).all()):
             return rows
         raise InvalidInput(
             "images",
-            got=f"positions {tuple(given.shape)}, and an image or a smaller one at the end",
+            got=f"positions {tuple(positions.shape)}, and an image or a smaller one at the end",
             expected="positions [3, 1, P], whose last token is text",
         )
 

@@ -63,8 +63,8 @@ class BestProducts:
         self, scores: torch.Tensor, positions: torch.Tensor, block_size: int, topk: int
     ) -> torch.Tensor:
         block = torch.arange(scores.shape[-1], device=scores.device)
-        own = (positions // block_size)[..., None, None]
-        is_local = (block <= own) & (block > own - self.local_blocks)
+        own_block = (positions // block_size)[..., None, None]
+        is_local = (block <= own_block) & (block > own_block - self.local_blocks)
         return _best(scores.masked_fill(is_local, torch.inf), topk)
 
 

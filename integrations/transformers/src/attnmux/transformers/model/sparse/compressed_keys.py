@@ -109,7 +109,7 @@ class CompressedKeys:
             pool.shape.earlier_tokens, -1, -1, device=places.device
         )
         slots = self._table[table_rows.unsqueeze(1), seen.clamp(min=0)].long()
-        made = make(
+        new_rows = make(
             BlockRows(
                 rows=pool.rows.keys(layer_id, pool.own_slots(slots)).to(rows.dtype),
                 missing=seen < 0,
@@ -120,7 +120,7 @@ class CompressedKeys:
         loc = torch.where(is_end, pool.key_slots(slots[:, -1]), 0)
         keys, index_keys = (
             tensor if tensor is None else tensor.masked_fill(~is_end.unsqueeze(1), 0)
-            for tensor in made
+            for tensor in new_rows
         )
         assert keys is not None
         keys = keys.unsqueeze(1)
@@ -192,14 +192,14 @@ class CompressedKeys:
         picks = torch.full((len(q), topk), -1, dtype=torch.int32, device=q.device)
         for slots, tokens in requests:
             keys = pool.keys(layer_id, slots.long())
-            asked, weighed, place, into = (
+            q_rows, weighed, place, into = (
                 tensor[tokens].view(len(slots), -1, *tensor.shape[1:])
                 for tensor in (q, weights, last, picks)
             )
             at_once = max(1, SCORES_AT_ONCE // (len(slots) * q.shape[1] * keys.shape[1]))
-            for start in range(0, asked.shape[1], at_once):
+            for start in range(0, q_rows.shape[1], at_once):
                 some = slice(start, start + at_once)
-                scores = index_scores(asked[:, some], keys, weighed[:, some])
+                scores = index_scores(q_rows[:, some], keys, weighed[:, some])
                 into[:, some] = best_keys(scores, place[:, some], topk)
         return picks.unsqueeze(1)
 
@@ -224,12 +224,12 @@ class CompressedKeys:
 
 def _ends(spans: Sequence[tuple[int, int]], size: int) -> torch.Tensor:
     """The tokens of a step that end blocks, [n] int64."""
-    found, first = [torch.empty(0, dtype=torch.int64)], 0
+    ends, first = [torch.empty(0, dtype=torch.int64)], 0
     for cached, new in spans:
         stop = first + new
-        found.append(torch.arange(min(first + (-cached - 1) % size, stop), stop, size))
+        ends.append(torch.arange(min(first + (-cached - 1) % size, stop), stop, size))
         first = stop
-    return torch.cat(found)
+    return torch.cat(ends)
 
 
 def _all(num_keys: int, num_tokens: int, device: torch.device) -> torch.Tensor:

@@ -75,8 +75,8 @@ class Compressor:
         if self.indexer is None:
             return self._made(self.module, blocks.rows, blocks), None
         width = 4 * self.module.head_dim if self.overlaps else 2 * self.module.head_dim
-        own, index = blocks.rows[..., :width], blocks.rows[..., width:]
-        return self._made(self.module, own, blocks), self._made(self.indexer, index, blocks)
+        values, index = blocks.rows[..., :width], blocks.rows[..., width:]
+        return self._made(self.module, values, blocks), self._made(self.indexer, index, blocks)
 
     def asks(
         self, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: torch.Tensor
@@ -143,8 +143,8 @@ class Compressor:
         missing = blocks.missing.unsqueeze(-1)
         gates = (gates + bias).masked_fill(missing, -torch.inf)
         weights = gates.softmax(dim=1, dtype=torch.float32).to(values.dtype)
-        made = module.kv_norm((values.masked_fill(missing, 0) * weights).sum(dim=1))
-        turned = self._turned(module, made[None, None], blocks.starts.unsqueeze(0))
+        normed = module.kv_norm((values.masked_fill(missing, 0) * weights).sum(dim=1))
+        turned = self._turned(module, normed[None, None], blocks.starts.unsqueeze(0))
         return turned[0, 0]
 
     def _turned(self, module: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # noqa: ANN401

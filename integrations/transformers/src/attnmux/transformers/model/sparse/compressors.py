@@ -56,18 +56,18 @@ class Compressors(ModelPart):
     @classmethod
     def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Compressors | None:
         """Raises InvalidInput for a module that makes other keys than ours."""
-        found = tuple(
+        compressors = tuple(
             Compressor(module=child, owner=owner)
             for owner in model.modules()
             for child in owner.children()
             if type(child).__name__ in OVERLAPPING
         )
-        for compressor in {type(each.module): each for each in found}.values():
+        for compressor in {type(each.module): each for each in compressors}.values():
             if not compressor.agrees():
                 name = type(compressor.module).__name__
                 expected = "those of transformers 5.23"
                 raise InvalidInput(name, got="other keys of blocks of tokens", expected=expected)
-        return cls(each=found) if found else None
+        return cls(each=compressors) if compressors else None
 
     def bind(self) -> None:
         """Let the modules keep what they make, and their layers' attention read it."""

@@ -25,8 +25,8 @@ def forward_of(module: object) -> Any:  # noqa: ANN401  # a function, which tran
 
 def is_built_of(module: Any, parts: Set[str], numbers: Iterable[str]) -> bool:  # noqa: ANN401  # a torch module
     """Whether a module has all of these submodules, and a whole number of each of these names."""
-    own = {name for name, _ in module.named_children()}
-    return own >= parts and all(
+    children = {name for name, _ in module.named_children()}
+    return children >= parts and all(
         isinstance(getattr(module, number, None), int) for number in numbers
     )
 

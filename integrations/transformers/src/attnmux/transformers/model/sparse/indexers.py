@@ -138,9 +138,9 @@ class Indexers(ModelPart):
     def _dtype(self, decision: Decision) -> torch.dtype:
         """Dtype of their keys: as coarse as the KV cache, if that is e4m3 and keys are stored."""
         kv_dtype = torch_dtype(decision.kv_dtype)
-        own = torch_dtype(decision.request.dtype or decision.kv_dtype)
+        model_dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
         coarse = kv_dtype == torch.float8_e4m3fn and not self.shape.begun_block
-        return kv_dtype if coarse else own
+        return kv_dtype if coarse else model_dtype
 
     def bytes_per_token(self, decision: Decision) -> TokenBytes:
         keys = IndexKPool.bytes_per_token(
