@@ -39,6 +39,7 @@ MUST_READ = [
     ROOT / "docs" / f"{name}.md"
     for name in (
         *("start", "fleet", "troubleshooting", "contract-in-short", "one-request", "why"),
+        "architecture",
         *("writing-a-plugin", "writing-an-adapter", "testing-a-plugin", "mla-for-vendors"),
         *("engine", "kv-memory", "engine-steps", "engines", "vllm", "sglang", "transformers"),
         *("bring-up", "speculation", "several-devices"),

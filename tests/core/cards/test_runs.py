@@ -39,7 +39,7 @@ EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), da
         ({"compiled": True}, "verified, platform: expected that which was compiled for, got ''"),
         (
             {"compiled": True, "platform": "nvidia:sm90", "cases": 3},
-            "verified, cases: expected 0 where the kernels only compiled, got 3",
+            "verified, cases: expected 0 if the kernels only compiled, got 3",
         ),
         ({"interpreted": "yes"}, "verified, interpreted: expected true or false, got 'yes'"),
         ({"cases": -1}, "verified, cases: expected a whole number, 0 or more, got -1"),

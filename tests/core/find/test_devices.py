@@ -278,7 +278,10 @@ def test_a_broken_plugin_is_the_problem(empty) -> None:
     )
     for plugins, fix in (
         (Plugins(failures=[failure]), "pip install --force-reinstall attnmux-nvidia"),
-        (Plugins([plugin("nvidia", raising(ImportError("x")))]), "repair what the error names"),
+        (
+            Plugins([plugin("nvidia", raising(ImportError("x")))]),
+            "repair the driver, its library or the container",
+        ),
     ):
         (device,) = plugins.detect(root=empty).unserved
         assert "is broken (ImportError: x)" in device.problem

@@ -1,4 +1,4 @@
-"""Reads what a model asks of attention from its configuration. No torch, and no transformers.
+"""Reads a model's request for attention from its configuration. No torch, and no transformers.
 
 `attnmux.core` does not import this package: `attnmux select --model` finds it by its entry point.
 """

@@ -34,8 +34,8 @@ class Family:
     every_layer: str = ""
     """The kind of all layers, if config.json does not list them."""
     period: tuple[int, str, str] = (0, "", "")
-    """If config.json does not list layers: the layers of a period, of which the last sees
-    everything, the kind of the others, and the name of the value that limits them."""
+    """If config.json does not list layers: the number of layers in a period, the kind of all except
+    the last, which sees everything, and the name of the value that limits them."""
     windowed_kv_heads: int = 1
     """How many times the KV heads of other layers the windowed ones have by default."""
 
@@ -272,14 +272,14 @@ ROWS: tuple[tuple[str, Family], ...] = (
     ("reformer", Family(unsayable="keys that are hashed to a query's bucket")),
     ("swin swinv2 donut-swin", Family(unsayable=IN_WINDOWS)),
 )
-"""A row: model types, with spaces between them, and what they have in common."""
+"""A row: model types, with spaces between them, and their common values."""
 
 
 def _by_type(rows: Iterable[tuple[str, Family]]) -> Mapping[str, Family]:
     pairs = [(name, family) for names, family in rows for name in names.split()]
-    found = dict(pairs)
-    assert len(found) == len(pairs), "a model type in two rows"
-    return found
+    by_type = dict(pairs)
+    assert len(by_type) == len(pairs), "a model type in two rows"
+    return by_type
 
 
 FAMILIES = _by_type(ROWS)

@@ -120,8 +120,8 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
     known = ATTENTION - (PICKED_BLOCKS if latent else INDEXED) | LINEAR | NO_MIXING
     if types and types.isdisjoint(ATTENTION) and types <= known:
         counts = linear_layers(values["layer_types"], values["model_type"])
-        said = " and ".join(f"{count} {kind}" for kind, count in counts)
-        yield f"{said or 'only moe and mlp'} layers and no attention", "softmax attention"
+        counted = " and ".join(f"{count} {kind}" for kind, count in counts)
+        yield f"{counted or 'only moe and mlp'} layers and no attention", "softmax attention"
     if values.get("sliding_window") == 1 and reach(values)["sliding_window"] is not None:
         yield "sliding_window=1, by which a token sees itself alone,", "2 or more, or none"
     if not types <= known:
@@ -178,7 +178,7 @@ def _encoder(values: Mapping[str, Any], vision: object, tp: int) -> dict[str, An
 
 
 def _encoder_head_dim(vision: object) -> int | None:
-    """None where the vision_config leaves it to its class."""
+    """None if the vision_config leaves it to its class."""
     if not isinstance(vision, dict):
         return None
     if vision.get("head_dim"):

@@ -24,11 +24,11 @@ def gguf_file(path: Path) -> Path | None:
         return path
     if not os.path.isdir(path) or (path / "config.json").exists():
         return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        got = f"{path}, with {len(found)} GGUF files ({', '.join(each.name for each in found[:3])})"
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        got = f"{path}, with {len(files)} GGUF files ({', '.join(each.name for each in files[:3])})"
         raise InvalidInput("model", got=got, expected="the path of one of them")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def read_gguf(file: Path) -> dict[str, Any]:

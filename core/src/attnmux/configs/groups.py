@@ -11,7 +11,7 @@ from attnmux.configs.layers import CHUNKED, COMPRESSED, PICKED_BLOCKS, WINDOWED
 from attnmux.core import LayerGroup
 
 Kept = Callable[[Mapping[int, str]], frozenset[int]]
-"""`kept_layers` of what the user skips."""
+"""`kept_layers` for the user's `skip`."""
 
 
 def layer_groups(
@@ -22,7 +22,7 @@ def layer_groups(
     dtype: str | None,
     kept: Kept | None,
 ) -> dict[str, Any]:
-    """Heads, dims and reach of all layers; where they differ, of each group of layers.
+    """Heads, dims and reach of all layers; if they differ, of each group of layers.
 
     kept: finds layers that keep K and V in `dtype`, and are groups of their own; None for none.
     """
@@ -38,8 +38,8 @@ def layer_groups(
         }
     windowed_alone = family_of(values).sinks == "windowed"
     every, kinds = {}, {}
-    for place, (kind, own) in attention_layers(values).items():
-        of_layer = {**values, **own, "layer_types": [kind] if kind else []}
+    for place, (kind, shape) in attention_layers(values).items():
+        of_layer = {**values, **shape, "layer_types": [kind] if kind else []}
         heads, limits = heads_of(of_layer, tp), reach(of_layer)
         sinks = has_sinks and (limits["sliding_window"] is not None or not windowed_alone)
         every[place] = heads, {**limits, "sinks": sinks}
@@ -65,7 +65,7 @@ def layer_groups(
 
 
 def _kind(kind: str, of_heads: str, limits: Mapping[str, Any]) -> str:
-    """What `kept_layers` calls a layer of that type in config.json."""
+    """The name that `kept_layers` has for a layer of that type in config.json."""
     if of_heads != "mha":
         return of_heads
     if kind in COMPRESSED | PICKED_BLOCKS:
@@ -76,15 +76,15 @@ def _kind(kind: str, of_heads: str, limits: Mapping[str, Any]) -> str:
 
 
 def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
-    """What layers of one shape ask for together: windows and chunks have one size in a model."""
+    """The needs of layers of one shape together: windows and chunks have one size in a model."""
     return {
-        name: next((each[name] for each in features if each[name]), unset)
+        name: next((feature[name] for feature in features if feature[name]), unset)
         for name, unset in (("sliding_window", None), ("attention_chunk", None), ("sinks", False))
     }
 
 
 def reach(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Window and chunk, where at least one layer uses them."""
+    """Window and chunk, if at least one layer uses them."""
     types = frozenset(values["layer_types"])
     windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
     chunked = bool(types & CHUNKED) if types else True
@@ -99,7 +99,7 @@ def reach(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the indexers of at least one layer pick. The later names are MiniMax-M3's own."""
+    """The picks of the indexers of at least one layer. The later names are MiniMax-M3's own."""
     if PICKED_BLOCKS.isdisjoint(values["layer_types"]):
         return {}
     if values.get("indexer_budget"):  # Qwen4-Exp's, in keys
@@ -121,7 +121,7 @@ def _blocks(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(values: Mapping[str, Any], name: str) -> int | None:
-    """None where the feature is off: absent, null or 0."""
+    """None if the feature is off: absent, null or 0."""
     return whole(values, name) if values.get(name) else None
 
 

@@ -83,8 +83,8 @@ def latent_heads(values: Mapping[str, Any], tp: int) -> dict[str, Any]:
 
 
 def linear_dims(values: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
-    """K and V dims of the recurrent states, where config.json states them."""
-    if LINEAR.isdisjoint(BESIDE.get(each, each) for each in types):
+    """K and V dims of the recurrent states, if config.json states them."""
+    if LINEAR.isdisjoint(BESIDE.get(kind, kind) for kind in types):
         return {}
     nested = values.get("linear_attn_config")
     known = (
@@ -92,11 +92,11 @@ def linear_dims(values: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
         if isinstance(nested, dict)
         else values
     )
-    found = (
+    dims = (
         next((known[name] for name in names if is_whole(known.get(name), 1)), None)
         for names in (LINEAR_K_DIMS, LINEAR_V_DIMS)
     )
-    k_dim, v_dim = found
+    k_dim, v_dim = dims
     return {"linear_head_dim": k_dim, "linear_v_head_dim": None if v_dim == k_dim else v_dim}
 
 
@@ -138,7 +138,7 @@ LayerValues = tuple[str, Mapping[str, Any]]
 
 def differing_shapes(values: Mapping[str, Any]) -> set[str]:
     """The shapes in which layers differ, by the names in config.json."""
-    differing = {name for own in _stated(values).values() for name in own} & SHAPES
+    differing = {name for stated in _stated(values).values() for name in stated} & SHAPES
     for names in (OF_FULL_LAYERS, OF_WINDOW_LAYERS):
         for own, name in names.items():
             if values.get(own) not in (None, values.get(name)):
@@ -147,15 +147,17 @@ def differing_shapes(values: Mapping[str, Any]) -> set[str]:
     if isinstance(other, dict):
         differing |= {n for n in SHAPES & other.keys() if other[n] != values.get(n, other[n])}
     for name in LISTED:
-        each = values.get(name)
-        if isinstance(each, list) and any(one != each[0] for one in each):
+        listed_values = values.get(name)
+        if isinstance(listed_values, list) and any(
+            value != listed_values[0] for value in listed_values
+        ):
             differing.add(name)
     groups = {part.get("n_heads_in_group") for part in _pruned(values)}
     return differing | ({"num_key_value_heads"} if len(groups - {None}) > 1 else set())
 
 
 def attention_layers(values: Mapping[str, Any]) -> dict[int, LayerValues]:
-    """Each attention layer by its number in the model, in order; {} where config.json does not say
+    """Each attention layer by its number in the model, in order; {} if config.json does not say
     which layer has what."""
     types: Sequence[str] = values["layer_types"]
     count = _count(values)
@@ -164,23 +166,25 @@ def attention_layers(values: Mapping[str, Any]) -> dict[int, LayerValues]:
         return {}
     kinds = list(types) or [""] * count
     stated, blocks = _stated(values), _pruned(values)
-    found: dict[int, LayerValues] = {}
+    layers: dict[int, LayerValues] = {}
     for place, kind in enumerate(kinds):
-        own = {**_of_type(values, kind), **_listed(values, place), **stated.get(place, {})}
+        shape = {**_of_type(values, kind), **_listed(values, place), **stated.get(place, {})}
         block = blocks[place] if blocks else {}
         group, heads = block.get("n_heads_in_group"), values.get("num_attention_heads")
         if isinstance(group, int) and isinstance(heads, int) and is_whole(group, 1):
-            own["num_key_value_heads"] = heads // group
+            shape["num_key_value_heads"] = heads // group
         attends = not blocks or group is not None
         if attends and (not kind or kind in ATTENTION):
-            found[place] = kind, {name: own[name] for name in own if name in SHAPES}
-    return found
+            layers[place] = kind, {name: shape[name] for name in shape if name in SHAPES}
+    return layers
 
 
 def _count(values: Mapping[str, Any]) -> int | None:
-    """The number of layers; None where it is unknown, or where lists have other lengths."""
+    """The number of layers; None if it is unknown, or if lists have other lengths."""
     listed = [values[name] for name in LISTED if isinstance(values.get(name), list)]
-    counts = {len(each) for each in (values["layer_types"], *listed, _pruned(values)) if each}
+    counts = {
+        len(listing) for listing in (values["layer_types"], *listed, _pruned(values)) if listing
+    }
     stated = values.get("num_hidden_layers")
     if not counts and isinstance(stated, int) and is_whole(stated, 1):
         counts = {stated}
@@ -190,22 +194,22 @@ def _count(values: Mapping[str, Any]) -> int | None:
 def _of_type(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     windowed = kind in WINDOWED
     names = OF_WINDOW_LAYERS if windowed else OF_FULL_LAYERS if kind in UNRESTRICTED else {}
-    own = {name: values[given] for given, name in names.items() if values.get(given) is not None}
+    shape = {name: values[given] for given, name in names.items() if values.get(given) is not None}
     if values.get("attention_k_eq_v") is False:  # Gemma 4 then ignores its own KV heads
-        own.pop("num_key_value_heads", None)
+        shape.pop("num_key_value_heads", None)
     other = values.get("attention_other_setting")
     if isinstance(other, dict):
         stated = other if windowed else values
         renamed = {**stated, "num_key_value_heads": stated.get("num_attention_groups")}
-        own.update((name, renamed[name]) for name in SHAPES if renamed.get(name) is not None)
-    return own
+        shape.update((name, renamed[name]) for name in SHAPES if renamed.get(name) is not None)
+    return shape
 
 
 def _listed(values: Mapping[str, Any], place: int) -> dict[str, Any]:
     return {
-        name: values[given][place]
-        for given, name in LISTED.items()
-        if isinstance(values.get(given), list)
+        name: values[listed][place]
+        for listed, name in LISTED.items()
+        if isinstance(values.get(listed), list)
     }
 
 
@@ -213,7 +217,11 @@ def _stated(values: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """`per_layer_config` by the number of the layer, which JSON has as text."""
     layers = values.get("per_layer_config")
     items = layers.items() if isinstance(layers, dict) else ()
-    return {int(key): own for key, own in items if str(key).isdecimal() and isinstance(own, dict)}
+    return {
+        int(key): stated
+        for key, stated in items
+        if str(key).isdecimal() and isinstance(stated, dict)
+    }
 
 
 def _pruned(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:

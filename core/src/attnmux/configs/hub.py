@@ -12,7 +12,7 @@ from attnmux.core import AttnmuxError, InvalidInput
 ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 EXPECTED = "a folder with a Hugging Face config.json, that file, a GGUF file, or an id of the hub"
 MODELOPT_FILE = "hf_quant_config.json"
-"""The scheme of a checkpoint by ModelOpt, which may lie beside config.json."""
+"""The scheme of a checkpoint by ModelOpt, which may be next to config.json."""
 
 
 def local_path(model: str | Path) -> Path:

@@ -23,7 +23,7 @@ def kept_layers(
     the model, from 0; a range includes both its ends.
     kinds: of each attention layer, by its number: one of KINDS, or a word for layers that must be
     alike. dtype, kv_dtype: canonical names, of the model and of the layers that are not named.
-    Raises InvalidInput for a name, a number or a range of no layer, where no layer or no other
+    Raises InvalidInput for a name, a number or a range of no layer, if no layer or no other
     dtype is left, for layers that must be alike, and without the model's dtype.
     """
     if dtype is None:

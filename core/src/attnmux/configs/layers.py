@@ -43,7 +43,7 @@ def is_whole(value: object, least: int = 0) -> bool:
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer; [] where the config.json leaves them to its class.
+    """The kind of each layer; [] if the config.json leaves them to its class.
 
     Raises InvalidInput for kinds that are not text, and for a count that is missing or too large.
     """
@@ -57,12 +57,12 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def _budgeted(types: list[str], values: Mapping[str, Any]) -> list[str]:
-    """Where indexers have a budget of keys and pick blocks of them, all attention layers do
+    """If indexers have a budget of keys and pick blocks of them, all attention layers do
     (Qwen4-Exp)."""
     if not values.get("indexer_budget"):
         return types
     (picked,) = PICKED_BLOCKS
-    return [picked if each in UNRESTRICTED | INDEXED else each for each in types]
+    return [picked if kind in UNRESTRICTED | INDEXED else kind for kind in types]
 
 
 def _flagged(values: Mapping[str, Any]) -> list[str]:
@@ -106,8 +106,8 @@ def _compressed(values: Mapping[str, Any]) -> list[str]:
 
 
 def _list(values: Mapping[str, Any], name: str) -> list[Any] | None:
-    found = values.get(name)
-    return list(found) if isinstance(found, (list, tuple)) else None
+    value = values.get(name)
+    return list(value) if isinstance(value, (list, tuple)) else None
 
 
 def _placed(values: Mapping[str, Any], attends: Callable[[int], bool], other: str) -> list[str]:
@@ -141,7 +141,7 @@ def _repeated(parts: list[Any], _: Mapping[str, Any]) -> list[str]:
 
 
 def _cycle(kinds: list[Any], values: Mapping[str, Any]) -> list[str]:
-    known = ["sliding_attention" if each == "attention" else str(each) for each in kinds]
+    known = ["sliding_attention" if kind == "attention" else str(kind) for kind in kinds]
     return list(islice(cycle(known), _count(values))) if known else []
 
 
@@ -163,7 +163,10 @@ def _stepped(step: int, values: Mapping[str, Any]) -> list[str]:
 
 WORDS: Mapping[str, tuple[type, Callable[[Any, Mapping[str, Any]], list[str]]]] = {
     # Nemotron-H
-    "hybrid_override_pattern": (str, lambda word, _: [PATTERN.get(each, each) for each in word]),
+    "hybrid_override_pattern": (
+        str,
+        lambda word, _: [PATTERN.get(letter, letter) for letter in word],
+    ),
     "hybrid_layer_pattern": (list, _flags),  # MiMo-V2-Flash
     "attention_types": (list, _repeated),  # GPT-Neo
     "block_types": (list, _cycle),  # RecurrentGemma
@@ -203,13 +206,13 @@ WORDS: Mapping[str, tuple[type, Callable[[Any, Mapping[str, Any]], list[str]]]] 
 
 def compressed_layers(types: list[str]) -> tuple[tuple[str, int], ...]:
     """(kind, how many) of the layers that see keys of blocks, by name."""
-    return tuple(sorted(Counter(each for each in types if each in COMPRESSED).items()))
+    return tuple(sorted(Counter(kind for kind in types if kind in COMPRESSED).items()))
 
 
 def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], ...]:
-    """(kind, how many) of the layers without softmax attention, by name. What a model type does not
-    tell more precisely keeps the name of its config.json."""
-    named = [name for each in types if (name := BESIDE.get(each, each)) in LINEAR]
-    own = FAMILIES.get(model_type, PLAIN).recurrent
-    counts = Counter(own if own and name in UNNAMED else name for name in named)
+    """(kind, how many) of the layers without softmax attention, by name. An unknown layer type
+    keeps its name from config.json."""
+    named = [name for kind in types if (name := BESIDE.get(kind, kind)) in LINEAR]
+    recurrent = FAMILIES.get(model_type, PLAIN).recurrent
+    counts = Counter(recurrent if recurrent and name in UNNAMED else name for name in named)
     return tuple(sorted(counts.items()))

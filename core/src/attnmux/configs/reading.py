@@ -36,8 +36,8 @@ def request_from_model(
     The dtype is the one that it states, else that of the weights. The KV dtype is that of the
     checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
-    path: the folder, the file, or an id of the Hugging Face Hub, of which config.json is downloaded
-    unless a folder has that name. transformers reads GGUF files (`attnmux-transformers[gguf]`).
+    path: the folder, the file, or an id of the Hugging Face Hub, unless a folder has that name; its
+    config.json is downloaded. transformers reads GGUF files (`attnmux-transformers[gguf]`).
     tp: divides the heads; KV heads replicate below one.
     dtype, kv_dtype: replace the checkpoint's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
@@ -51,13 +51,13 @@ def request_from_model(
     dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(path)
     config = _with_quantisation(path)
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
-    asked = {name: Request.canonical_dtype(one, name) for name, one in dtypes.items() if one}
+    chosen = {name: Request.canonical_dtype(value, name) for name, value in dtypes.items() if value}
     try:
         fields = read_model(
-            config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights
+            config, tp, **chosen, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights
         )
         request = Request(**fields, origins=dict.fromkeys(fields, "model"))
-        return request.replace(**asked) if asked else request
+        return request.replace(**chosen) if chosen else request
     except InvalidInput as error:
         if error.argument in ("tp", "kv_dtype_skip"):
             raise
@@ -79,17 +79,18 @@ def _folder(path: Path) -> Path:
 
 
 def _with_quantisation(path: Path) -> dict[str, Any]:
-    """The config.json, with the `quantization_config` that ModelOpt may have beside it."""
+    """The config.json, with the `quantization_config` that ModelOpt may have in a file next to
+    it."""
     config = load_config(path)
-    said = {} if config.get("quantization_config") is not None else _modelopt(_folder(path))
-    return {**config, **said}
+    scheme = {} if config.get("quantization_config") is not None else _modelopt(_folder(path))
+    return {**config, **scheme}
 
 
 def _modelopt(folder: Path) -> dict[str, Any]:
-    """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
+    """A `quantization_config` by ModelOpt, which may have a file of its own next to config.json."""
     try:
-        said = json.loads(Files.read(str(folder / MODELOPT_FILE), MOST_BYTES))
-        return {"quantization_config": said["quantization"]}
+        content = json.loads(Files.read(str(folder / MODELOPT_FILE), MOST_BYTES))
+        return {"quantization_config": content["quantization"]}
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return {}
 

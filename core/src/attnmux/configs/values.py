@@ -1,4 +1,4 @@
-"""The values of a model's decoder: those of its config.json, and those that this leaves out."""
+"""The values of a model's decoder: those in its config.json, and its class's defaults."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def values_of(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
     model_type = str(stated(parts, "model_type") or "")
     family = family_of({"model_type": model_type})
     values = {**family.defaults, **parts[-1], "model_type": model_type}
-    for name, own in family.names.items():
+    for name, renamed in family.names.items():
         if values.get(name) is None:
-            values[name] = _at(values, own)
+            values[name] = _at(values, renamed)
     for name, value, implied in family.when:
         if _at(values, name) == value:
             values |= implied
@@ -68,7 +68,7 @@ class UnknownModel(NoBackend):
 
 
 def check_known(parts: list[Mapping[str, Any]]) -> None:
-    """Raise UnknownModel for a model type of whose attention nothing is known."""
+    """Raise UnknownModel for a model type whose attention is unknown."""
     types = [str(part["model_type"]) for part in parts if part.get("model_type")]
     if types and (types[-1] in FAMILIES or types[-1] in DECODERS):
         return
@@ -87,7 +87,7 @@ def is_tower(parts: list[Mapping[str, Any]]) -> bool:
 def _at(values: Mapping[str, Any], path: str) -> Any:  # noqa: ANN401  # of JSON
     """The value at names with dots between them; None without it."""
     first, _, rest = path.partition(".")
-    found = values.get(first)
+    value = values.get(first)
     if not rest:
-        return found
-    return _at(found, rest) if isinstance(found, dict) else None
+        return value
+    return _at(value, rest) if isinstance(value, dict) else None

@@ -19,7 +19,7 @@ def weights_dtype(folder: Path) -> str | None:
         with files[0].open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             tensors = json.loads(file.read(size)) if size <= MOST_BYTES else {}
-        found = [tensor["dtype"] for name, tensor in tensors.items() if name != "__metadata__"]
+        stored = [tensor["dtype"] for name, tensor in tensors.items() if name != "__metadata__"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return next((DTYPES[dtype] for dtype in found if dtype in DTYPES), None)
+    return next((DTYPES[dtype] for dtype in stored if dtype in DTYPES), None)

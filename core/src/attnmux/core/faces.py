@@ -1,4 +1,4 @@
-"""Public faces of packages: `__init__.pyi` lists names, each of which is imported on first use."""
+"""Public faces of packages: `__init__.pyi` lists names, which are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of data parallel attention agree on before each step."""
+"""The agreement of data parallel ranks before each step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agree_on_step(
     """Exchange the ranks' batches, once, before a step.
 
     Modes may differ between ranks; a rank without requests passes an IDLE batch (`idle_batch`).
-    All ranks replay a graph where one of the `runners` serves every rank's batch at the size of the
+    All ranks replay a graph if one of the `runners` serves every rank's batch at the size of the
     largest; otherwise all run eagerly, `tokens` in the cheapest padding mode. Without tokens on any
     rank there is nothing to run.
 
@@ -46,16 +46,16 @@ def agree_on_step(
     Raises RanksDiffer, on every rank, for other sizes, and RankFailed for a rank that does not take
     part.
     """
-    said = _said(runners)
+    description = _said(runners)
     number, size = _served(batch, runners)
-    mine = (batch.num_tokens, number, size, zlib.crc32(said.encode()))
-    told = group.exchange_numbers(mine)
-    if len({digest for *_, digest in told}) > 1:
-        by_rank = group.exchange(said)
+    mine = (batch.num_tokens, number, size, zlib.crc32(description.encode()))
+    of_ranks = group.exchange_numbers(mine)
+    if len({digest for *_, digest in of_ranks}) > 1:
+        by_rank = group.exchange(description)
         hint = "pass runners of `capture_on_all_ranks`, or none, on each"
         raise RanksDiffer("the step", by_rank=by_rank, hint=hint)
-    tokens = TokensOfRanks.of(group, [count for count, *_ in told])
-    common = _common(runners, [(number, size) for _, number, size, _ in told])
+    tokens = TokensOfRanks.of(group, [count for count, *_ in of_ranks])
+    common = _common(runners, [(number, size) for _, number, size, _ in of_ranks])
     if common is None:
         return AgreedStep(tokens=tokens)
     runner, size = common

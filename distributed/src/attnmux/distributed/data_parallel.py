@@ -29,7 +29,7 @@ class PaddingMode(Enum):
 
     @classmethod
     def cheapest(cls, num_tokens: Sequence[int]) -> PaddingMode:
-        """MAX_LEN where R · max(T_n) ≤ 2 · sum(T_n), else SUM_LEN.
+        """MAX_LEN if R · max(T_n) ≤ 2 · sum(T_n), else SUM_LEN.
 
         Either way a rank sends the fewest rows. In a ring, a rank sends (R - 1) / R of the tensor
         for an all-gather or a reduce-scatter, and twice that for an all-reduce, which is a

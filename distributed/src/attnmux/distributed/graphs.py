@@ -35,8 +35,7 @@ def capture_on_all_ranks(
 
     Raises GraphUnsupported on every rank, with the number and the reason of each rank that could
     not make or capture its own: then all of them run eagerly. Raises RanksDiffer for configs that
-    differ, and RankFailed on the others if a rank fails in the middle of a warm-up, as it would in
-    an eager step.
+    differ, and RankFailed on the others if a rank fails during a warm-up, as in an eager step.
     """
     ranks = RanksOfGraphs(group)
     with ranks.telling():

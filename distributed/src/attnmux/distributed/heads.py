@@ -1,4 +1,4 @@
-"""How the heads of a layer are split over the ranks of a group, and what they exchange."""
+"""How the heads of a layer are split over the ranks of a group, and the ranks' exchanges."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HeadSplit:
         return self.group.all_gather(q).transpose(0, 1).flatten(1, 2)
 
     def gather_keys(self, k: torch.Tensor) -> torch.Tensor:
-        """[T, all Hkv, D] of this rank's K or V [T, Hkv, D]; the same where the heads are
+        """[T, all Hkv, D] of this rank's K or V [T, Hkv, D]; the same if the heads are
         shared."""
         if self.kv_is_shared:
             return k

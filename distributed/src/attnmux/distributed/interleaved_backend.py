@@ -48,10 +48,10 @@ class KeysOfRanks:
         is_of = owners == torch.arange(interleaving.size, device=slots.device).unsqueeze(1)
         counts = is_of.sum(1)
         most = int(counts.max())
-        own = interleaving.local(slots[is_of[interleaving.rank]])
+        local = interleaving.local(slots[is_of[interleaving.rank]])
         within = is_of.cumsum(1).gather(0, owners.unsqueeze(0)).squeeze(0) - 1
         return cls(
-            slots=torch.nn.functional.pad(own, (0, most - own.shape[0])),
+            slots=torch.nn.functional.pad(local, (0, most - local.shape[0])),
             order=owners * most + within,
         )
 
@@ -65,7 +65,7 @@ class KeysOfRanks:
         if layer.kind == "mla":
             rows = self._rows(k_buffer, read, heads).to(dtype)
             return rows, rows[..., : layer.v_head_dim]
-        k, v = (self._rows(each, read, heads).to(dtype) for each in (k_buffer, v_buffer))
+        k, v = (self._rows(buffer, read, heads).to(dtype) for buffer in (k_buffer, v_buffer))
         return k, v
 
     def _rows(self, buffer: torch.Tensor, read: torch.Tensor, heads: HeadSplit) -> torch.Tensor:
@@ -146,7 +146,7 @@ class InterleavedAttnBackend(AttentionBackend):
         self.decode.init_cuda_graph_state(max_bs, max_bs)
         if self.prefixes is not None:
             self.prefixes.init_cuda_graph_state(max_bs, max_bs)
-        if not any(each.has_room(max_bs, max_num_tokens) for each in self._buffers):
+        if not any(buffer.has_room(max_bs, max_num_tokens) for buffer in self._buffers):
             self._buffers.append(StepBuffers.of(max_bs, max_num_tokens, self.context.device))
 
     def init_forward_metadata_out_graph(
@@ -171,10 +171,10 @@ class InterleavedAttnBackend(AttentionBackend):
                 "decided for: KV is interleaved over ranks"
             )
             raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected=expected)
-        found = (KeysOfRanks.of(part.keys, self._interleaving) for part in parts[1:])
+        keys_of_parts = (KeysOfRanks.of(part.keys, self._interleaving) for part in parts[1:])
         self._parts.begin(
             KeyPart(batch=part.batch, tokens=part.tokens, keys=keys)
-            for part, keys in zip(parts, (None, *found), strict=True)
+            for part, keys in zip(parts, (None, *keys_of_parts), strict=True)
         )
         self._writes = replace(batch, out_cache_loc=self._interleaving.mine(batch.out_cache_loc))
 
@@ -216,13 +216,13 @@ class InterleavedAttnBackend(AttentionBackend):
             got = "an MLA prompt" if layer.kind == "mla" else "K and V that are in the pool already"
             expected = "forward_latent for MLA, else K and V with the call: KV is interleaved"
             raise InvalidInput("k", got=got, expected=expected)
-        own = (
+        local = (
             self._stored(k, layer.k_scale).to(call.q.dtype),
             self._stored(v, layer.v_scale).to(call.q.dtype),
         )
 
         def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
-            return own if keys is None else self._gathered(keys, layer, call.q)
+            return local if keys is None else self._gathered(keys, layer, call.q)
 
         out = self._parts.attend(call.q, read, layer, call.lse)
         return self._scaled(out, layer)
@@ -239,10 +239,10 @@ class InterleavedAttnBackend(AttentionBackend):
         if batch.forward_mode not in PREFILLS:
             return super().forward_latent(q, latent, k_rope, layer, batch, projection)
         self.save_kv(latent, None, layer, batch, k_rope=k_rope)
-        own = self._stored(torch.cat((latent, k_rope), -1), layer.k_scale).to(q.dtype)
+        latents = self._stored(torch.cat((latent, k_rope), -1), layer.k_scale).to(q.dtype)
 
         def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = own if keys is None else self._gathered(keys, layer, q)[0]
+            rows = latents if keys is None else self._gathered(keys, layer, q)[0]
             spec, _ = self._parts.layers[layer.layer_id]
             k = q.new_empty((len(rows), spec.tp_k_head_num, spec.qk_head_dim))
             v = q.new_empty((len(rows), spec.tp_v_head_num, spec.v_head_dim))
@@ -277,7 +277,9 @@ class InterleavedAttnBackend(AttentionBackend):
         if layer.sinks is not None:  # whose weight would otherwise count what was computed
             out = torch.where(step.has_keys.unsqueeze(-1), out, 0)
         if width:
-            out, lse = (SeenPrefixes.as_tokens(each, groups, width, most) for each in (out, lse))
+            out, lse = (
+                SeenPrefixes.as_tokens(tensor, groups, width, most) for tensor in (out, lse)
+            )
         return exchange_and_merge(self._heads.group, out, lse, self._merger)
 
     def _verified(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:

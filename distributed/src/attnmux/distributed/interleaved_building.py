@@ -118,9 +118,9 @@ def build_interleaved(
     decode = decision.decode
     trees = decode.answer("draft_trees", "prefixes", "decode")
     if trees is not None:
-        asked = undrafted_request(decode.request).replace(origin="model", phases=("decode",))
+        undrafted = undrafted_request(decode.request).replace(origin="model", phases=("decode",))
         served = FrozenMapping({"decode": decode.phases["decode"]})
-        decode = replace(decode, request=asked, phases=served, parts=FrozenMapping())
+        decode = replace(decode, request=undrafted, phases=served, parts=FrozenMapping())
     whole = decode_context(context, heads, decode.request)
     of_prompts = prompt_context(context, decision.prompts.request)
     choice = decision.prompts.phases["extend"]
@@ -162,8 +162,8 @@ def draft_context(whole: BackendContext, request: Request) -> BackendContext:
     whole: of `decode_context`. request: with `spec_draft_tokens`.
     """
     drafts = request.spec_draft_tokens
-    asked = whole.request.replace(origin="model", spec_topk=1, spec_draft_tokens=drafts)
-    return prefix_context(replace(whole, request=asked))
+    drafted = whole.request.replace(origin="model", spec_topk=1, spec_draft_tokens=drafts)
+    return prefix_context(replace(whole, request=drafted))
 
 
 def prompt_context(context: BackendContext, request: Request) -> BackendContext:

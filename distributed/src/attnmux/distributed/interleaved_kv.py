@@ -9,7 +9,7 @@ from attnmux.distributed.interleaving import Interleaving
 
 
 class InterleavedKVPool(KVPool):
-    """All ranks' slots, of which this rank's are in `own`.
+    """All ranks' slots; this rank's are in `own`.
 
     It has the size and the pages that the engine's allocator hands out. Only `zero` reaches this
     rank's memory: backends read `own`, in which slots have other numbers.

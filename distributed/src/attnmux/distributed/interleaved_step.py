@@ -44,11 +44,11 @@ class RankStep:
         lens_cpu = batch.seq_lens_cpu
         if lens_cpu is not None:
             lens_cpu = interleaving.lens(lens_cpu).clamp(min=1)
-        room = next((each for each in buffers if each.holds(batch)), None)
+        room = next((buffer for buffer in buffers if buffer.holds(batch)), None)
         if room is not None:
             lens, mine, has_keys, positions = room.copy(lens, mine, has_keys, positions)
         writes = replace(batch, out_cache_loc=mine)
-        own = replace(
+        local = replace(
             writes,
             forward_mode=ForwardMode.DECODE,
             seq_lens=lens,
@@ -57,13 +57,13 @@ class RankStep:
             seq_lens_cpu=lens_cpu,
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
         )
-        own = _without_drafts(own) if verifies else own
-        return cls(batch=own, writes=writes, has_keys=has_keys, drafts=drafts)
+        local = _without_drafts(local) if verifies else local
+        return cls(batch=local, writes=writes, has_keys=has_keys, drafts=drafts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepBuffers:
-    """Where captured steps find what is made for each step."""
+    """The fixed memory of captured steps for each step's tensors."""
 
     lens: torch.Tensor
     slots: torch.Tensor

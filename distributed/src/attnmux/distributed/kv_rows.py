@@ -1,4 +1,4 @@
-"""K and V of a layer's tokens as rows: what ranks send each other, and pools store."""
+"""K and V of a layer's tokens as rows, which ranks send each other and pools store."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Stored = tuple[torch.Tensor, ...]
 class KVRows:
     """K and V of one layer's tokens, as rows [n, width] that hold the pool's values side by side.
 
-    A pool of 8-bit floats has rounded K and V, and all ranks must read the same: so they send each
-    other what it stores, which is also less. Rows are made of integers, since few wide values are
-    copied faster, and torch does not copy 8-bit floats everywhere.
+    A pool of 8-bit floats has rounded K and V, and all ranks must read the same values. So they
+    send each other the stored values, which are also smaller. Rows are made of integers, since few
+    wide values are copied faster, and torch does not copy 8-bit floats everywhere.
     """
 
     pool: KVPool
@@ -31,7 +31,7 @@ class KVRows:
         """Dtype of the integers."""
         widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
         parts = self._part_bytes
-        return next(each for each in widths if not any(size % each.itemsize for size in parts))
+        return next(width for width in widths if not any(size % width.itemsize for size in parts))
 
     @property
     def width(self) -> int:
@@ -53,7 +53,7 @@ class KVRows:
 
     def split(self, rows: torch.Tensor) -> Stored:
         """Views of rows as the values that they hold."""
-        widths = [each // rows.itemsize for each in self._part_bytes]
+        widths = [size // rows.itemsize for size in self._part_bytes]
         parts = torch.split(rows, widths, dim=1)
         return tuple(
             part.view(self.pool.dtype).view(-1, *shape)
@@ -72,7 +72,7 @@ class KVRows:
             KVPool.scatter_rows(buffer, slots, part)
 
     def values(self, stored: Stored, dtype: torch.dtype) -> Stored:
-        """What the stored values stand for, in the dtype of Q."""
+        """The stored values, converted to the dtype of Q."""
         scales = self.pool.read_scales(self.layer.k_scale, self.layer.v_scale)
         return tuple(
             part.to(dtype) if scale == 1.0 else part.to(dtype) * scale

@@ -1,4 +1,4 @@
-"""Merging what each rank found among its own keys."""
+"""Merging the results of each rank over its own keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def exchange_and_merge(
     """Attention of this rank's heads over the keys of all ranks, in one all-to-all.
 
     out: [T, size * H, Dv] of all heads over this rank's keys. lse: [T, size * H] float32, natural
-    logarithms, -inf where this rank has no key. Returns [T, H, Dv] in the dtype of `out` and
+    logarithms, -inf if this rank has no key. Returns [T, H, Dv] in the dtype of `out` and
     [T, H] float32. merger: used for results that it takes, in place of plain operations.
     """
     if merger is not None and merger.fits(out):
@@ -51,9 +51,8 @@ def pack(out: torch.Tensor, lse: torch.Tensor, size: int) -> torch.Tensor:
 def merge_packed(packed: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, dim], lse [T, H]) of every rank's results [size, T, H, dim + n], see `pack`.
 
-    lse = log(sum(exp(lse_r))); out = sum(exp(lse_r - lse) * out_r), in float32. Where no rank has a
-    key, the result is 0 and -inf. What a rank without keys computed is not read, so that it may be
-    NaN.
+    lse = log(sum(exp(lse_r))); out = sum(exp(lse_r - lse) * out_r), in float32. If no rank has a
+    key, the result is 0 and -inf. The result of a rank without keys is not read, so it may be NaN.
     """
     lse = packed[..., dim:].contiguous().view(torch.float32).squeeze(-1)
     total = torch.logsumexp(lse, dim=0)

@@ -64,15 +64,15 @@ class ChunkGather:
         moves = [(chunk.view(torch.uint8), step.owner(n)) for n, chunk in enumerate(chunks)]
         self._rounds: list[Pending] = []
         for start in range(0, len(moves), chunks_at_once):
-            some = [each for each in moves[start : start + chunks_at_once] if len(each[0])]
+            some = [move for move in moves[start : start + chunks_at_once] if len(move[0])]
             values, owners = [chunk for chunk, _ in some], [owner for _, owner in some]
             self._rounds.append(group.start_broadcasts(values, owners))
         self._waited = 0
 
     def wait(self, chunks: int | None = None) -> torch.Tensor:
-        """[T, width], of which the first `chunks` have arrived; None: all of them.
+        """[T, width]; the first `chunks` have arrived; None: all of them.
 
-        Raises RankFailed where they do not arrive.
+        Raises RankFailed if they do not arrive.
         """
         last = None if chunks is None else -(-chunks // self._chunks_at_once)
         for pending in self._rounds[self._waited : last]:
@@ -93,9 +93,9 @@ class PrefillParallelBackend(DispatchingBackend):
     and then to the chunks of others as they arrive. Each result is merged by its LSE, in float32.
     In the end its pool holds K and V of the whole step, or those with a slot.
 
-    Layers whose parts cannot be merged (windows, attention chunks, dual chunk), and MLA that is
-    called absorbed, run by `inner` after K and V of all ranks are in the pool: their communication
-    is not hidden. `forward_latent` runs MLA with expanded heads, part by part.
+    `inner` runs layers whose parts cannot be merged (windows, attention chunks, dual chunk), and
+    absorbed MLA, after K and V of all ranks are in the pool. Their communication is not hidden.
+    `forward_latent` runs MLA with expanded heads, part by part.
 
     Each request's cached prefix is in the pool of every rank, so that steps of other kinds, such as
     decode, need no other rank.
@@ -150,7 +150,7 @@ class PrefillParallelBackend(DispatchingBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Raises InvalidInput for a malformed step and for one of another group of ranks; under
-        `context.debug` also RanksDiffer where ranks split different steps."""
+        `context.debug` also RanksDiffer if ranks split different steps."""
         if not isinstance(batch, ZigzagStep):
             super().init_forward_metadata(batch)
             return
@@ -202,12 +202,12 @@ class PrefillParallelBackend(DispatchingBackend):
         self._check_prepared(batch)
         layer = call.layer
         kv = KVRows(pool=self.context.token_to_kv_pool, layer=layer)
-        own = kv.of(*check_new(call.k, call.v if call.k_rope is None else call.k_rope))
+        stored = kv.of(*check_new(call.k, call.v if call.k_rope is None else call.k_rope))
         if not self._is_in_parts(layer, absorbed=call.k_rope):
-            return self._over_pool(call, batch, kv, own)
+            return self._over_pool(call, batch, kv, stored)
         expand = partial(kv.values, dtype=call.q.dtype)
         saves = call.save_kv_cache
-        return self._over_parts(call.q, kv, own, batch, expand, saves=saves, lse=call.lse)
+        return self._over_parts(call.q, kv, stored, batch, expand, saves=saves, lse=call.lse)
 
     def forward_latent(
         self,
@@ -260,10 +260,10 @@ class PrefillParallelBackend(DispatchingBackend):
     ) -> Stored:
         """K [n, H, nope + rope] and V [n, H, v] of latent rows."""
         (rows,) = kv.values(stored, dtype)
-        own, _ = self._parts.layers[kv.layer.layer_id]
-        heads, tensor = own.tp_q_head_num, self.context.workspace.tensor
-        k = tensor("prefill_parallel.k", (len(rows), heads, own.qk_head_dim), dtype)
-        v = tensor("prefill_parallel.v", (len(rows), heads, own.v_head_dim), dtype)
+        layer, _ = self._parts.layers[kv.layer.layer_id]
+        heads, tensor = layer.tp_q_head_num, self.context.workspace.tensor
+        k = tensor("prefill_parallel.k", (len(rows), heads, layer.qk_head_dim), dtype)
+        v = tensor("prefill_parallel.v", (len(rows), heads, layer.v_head_dim), dtype)
         projection.expand(rows.squeeze(1), k, v)
         return k, v
 
@@ -316,7 +316,7 @@ class PrefillParallelBackend(DispatchingBackend):
 
     def _check_ranks(self, step: ZigzagStep) -> None:
         rounds = f"{self.chunks_at_once} at once"
-        said = self.group.exchange(f"{step.chunk_lens} on {step.cached_lens}, {rounds}")
-        if len(set(said)) > 1:
+        steps = self.group.exchange(f"{step.chunk_lens} on {step.cached_lens}, {rounds}")
+        if len(set(steps)) > 1:
             hint = "give zigzag_step the same step on every rank"
-            raise RanksDiffer("lengths of chunks", by_rank=said, hint=hint)
+            raise RanksDiffer("lengths of chunks", by_rank=steps, hint=hint)

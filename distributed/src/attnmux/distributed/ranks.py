@@ -77,7 +77,7 @@ class RankGroup:
     def start(cls, device_type: str, *, seconds: float = SECONDS) -> RankGroup:
         """All ranks that a launcher such as torchrun started; rank n of a host gets device n.
 
-        Raises InvalidInput in a process that no launcher started, and RankFailed where the others
+        Raises InvalidInput in a process that no launcher started, and RankFailed if the others
         do not arrive in time.
         """
         if not dist.is_initialized():
@@ -131,17 +131,17 @@ class RankGroup:
         return self.devices.size()
 
     def exchange(self, said: T) -> list[T]:
-        """What every rank says, in their order: text, or another value that can be pickled.
+        """The values of all ranks, in their order: text, or another value that can be pickled.
 
         It waits for all of them, on the host.
         """
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
 
         def gather() -> None:
-            dist.all_gather_object(found, said, group=self.hosts)
+            dist.all_gather_object(values, said, group=self.hosts)
 
         self._run("exchanging text", gather)
-        return found
+        return values
 
     def exchange_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, as many on each and within int64, in the ranks' order.
@@ -151,16 +151,16 @@ class RankGroup:
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._run("exchanging numbers", lambda: dist.all_gather(found, mine, group=self.hosts))
-        return [each.tolist() for each in found]
+        return [tensor.tolist() for tensor in found]
 
     def tell(self, text: str, *, root: int = 0) -> str:
         """The text of rank `root`, on every rank."""
-        told = [text]
+        texts = [text]
         self._run(
             "hearing from one rank",
-            lambda: dist.broadcast_object_list(told, group=self.hosts, group_src=root),
+            lambda: dist.broadcast_object_list(texts, group=self.hosts, group_src=root),
         )
-        return told[0]
+        return texts[0]
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """[size, *shape]: the values of every rank, all of the same shape."""
@@ -223,16 +223,16 @@ class RankGroup:
 
         values: contiguous, each of a size of its own, the same on all ranks. All of them move at
         once: on CUDA in one kernel, on a stream of NCCL's own, after the kernels that are queued on
-        the current one. A second kernel would have to wait where attention fills the device.
+        the current one. A second kernel would have to wait if attention fills the device.
         """
         moves = [
             dist.P2POp(
                 dist.isend if root == self.rank else dist.irecv,
-                each,
+                value,
                 group=self.devices,
                 group_peer=peer,
             )
-            for each, root in zip(values, roots, strict=True)
+            for value, root in zip(values, roots, strict=True)
             for peer in (range(self.size) if root == self.rank else (root,))
             if peer != self.rank
         ]
@@ -245,7 +245,7 @@ class RankGroup:
 
 
 def _explained(what: str, seconds: float, call: Callable[[], T]) -> T:
-    """Turn what torch.distributed raises into RankFailed."""
+    """Turn errors of torch.distributed into RankFailed."""
     try:
         return call()
     except torch.OutOfMemoryError:

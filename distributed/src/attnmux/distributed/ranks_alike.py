@@ -13,22 +13,25 @@ from attnmux.distributed.ranks import RankGroup
 def check_same_libraries(
     group: RankGroup, offers: Iterable[Offer], names: Iterable[str] = ()
 ) -> None:
-    """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ.
+    """Raise RanksDiffer, on every rank, if the plugins or libraries of two ranks differ.
 
-    names: of distributions besides those of the offers.
+    names: further distributions, next to those of the offers.
     """
     compared = {"attnmux-core", *names}
     for offer in offers:
         compared |= {offer.distribution, *offer.card.libraries()}
-    said = group.exchange(Plugins.installed(compared))
-    every = sorted({name for each in said for name in each})
+    installed = group.exchange(Plugins.installed(compared))
+    every = sorted({name for versions in installed for name in versions})
     differing = [
-        name for name in every if any(each.get(name) != said[0].get(name) for each in said)
+        name
+        for name in every
+        if any(versions.get(name) != installed[0].get(name) for versions in installed)
     ]
     if not differing:
         return
     by_rank = [
-        ", ".join(f"{name} {_version(each.get(name))}" for name in differing) for each in said
+        ", ".join(f"{name} {_version(versions.get(name))}" for name in differing)
+        for versions in installed
     ]
     hint = "install the same distributions on every rank"
     raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
@@ -41,5 +44,5 @@ def _version(row: Sequence[str] | None) -> str:
 
 def shared_launches(group: RankGroup, launches: Iterable[TunedLaunch]) -> tuple[TunedLaunch, ...]:
     """The launches of rank 0, on every rank, so that all of them run the same kernels."""
-    told = group.tell(json.dumps([each.to_dict() for each in launches]))
-    return tuple(TunedLaunch.from_dict(each) for each in json.loads(told))
+    text = group.tell(json.dumps([launch.to_dict() for launch in launches]))
+    return tuple(TunedLaunch.from_dict(launch) for launch in json.loads(text))

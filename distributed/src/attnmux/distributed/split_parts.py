@@ -90,14 +90,16 @@ def _chunk_parts(
     all_lens = torch.tensor(step.chunk_lens).view(len(step.chunk_lens), -1)
     ends = all_lens.flatten().cumsum(0).view(all_lens.shape)
     # Request by request, and each request's chunks in turn
-    lens, starts = (each[chunks].T for each in (all_lens, ends - all_lens))
+    lens, starts = (tensor[chunks].T for tensor in (all_lens, ends - all_lens))
     rows, done = spans(starts.flatten(), lens.flatten()), 0
     is_range = len(chunks) == 1 or step.num_requests == 1
     for first, _, key_lens in KeyPart.chunks(lens.sum(1).tolist(), most_tokens):
-        found = rows[done : done + sum(key_lens)]
-        done += len(found)
-        some = slice(int(found[0]), int(found[-1]) + 1)
-        keys = ChunkRows(rows=some if is_range else found.to(step.order.device), chunks=chunks.stop)
+        chunk_rows = rows[done : done + sum(key_lens)]
+        done += len(chunk_rows)
+        some = slice(int(chunk_rows[0]), int(chunk_rows[-1]) + 1)
+        keys = ChunkRows(
+            rows=some if is_range else chunk_rows.to(step.order.device), chunks=chunks.stop
+        )
         yield from _parts_on(step, keys, halves, first, key_lens)
 
 
@@ -111,15 +113,15 @@ def _parts_on(
     lens = [step.chunk_lens[step.own_chunks[half]] for half in halves]
     begin = 0 if 0 in halves else sum(step.chunk_lens[step.rank])
     if step.num_requests == 1:
-        lens = [(sum(own for (own,) in lens),)]
-    for own in lens:
-        places = [begin, *(begin + end for end in accumulate(own))]
+        lens = [(sum(length for (length,) in lens),)]
+    for length in lens:
+        places = [begin, *(begin + end for end in accumulate(length))]
         begin = places[-1]
         last = first + len(key_lens)
         tokens = slice(places[first], places[last])
         if tokens.start < tokens.stop:
             rows = step.req_pool_indices[first:last]
-            batch = _batch(step, rows, tokens, own[first:last], key_lens)
+            batch = _batch(step, rows, tokens, length[first:last], key_lens)
             yield KeyPart(batch=batch, tokens=tokens, keys=keys)
 
 

@@ -75,9 +75,9 @@ def can_be_split(batch: ForwardBatch) -> bool:
 def zigzag_step(batch: ForwardBatch, *, rank: int, size: int) -> ZigzagStep:
     """The part of `rank` in a step that is split over `size` ranks.
 
-    batch: the whole step, the same on each rank but for slots, which are those of this rank's
-    pool. Chunks end at i * new // (2 * size): lengths need not be multiples, and a prompt may have
-    fewer tokens than there are chunks. Rows after the last request's are dropped. Lengths without a
+    batch: the whole step, the same on each rank except slots, which are those of this rank's pool.
+    Chunks end at i * new // (2 * size): lengths need not be multiples, and a prompt may have fewer
+    tokens than there are chunks. Rows after the last request's are dropped. Lengths without a
     mirror on the host are read from the device.
 
     Raises InvalidInput for steps that cannot be split: other modes than EXTEND and MIXED, drafts,

@@ -1,4 +1,4 @@
-"""What attention backends do together that none does alone. Importing this module imports no torch.
+"""Composites of attention backends. Importing this module imports no torch.
 
 `plugin.py` lists the parts, and `__init__.pyi` the public names; a name's module is imported on
 first use.

@@ -141,7 +141,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
 
 def expanded_context(context: BackendContext) -> BackendContext:
     """The context of the expanded backends of an MLA context.
-    Raises InvalidInput for a request without `head_dim`, and for layers of which parts cannot be
+    Raises InvalidInput for a request without `head_dim`, and for layers whose parts cannot be
     merged by LSE.
     """
     for layer in context.layers:
@@ -156,9 +156,9 @@ def crossing_subject(absorbed: str, request: Request) -> dict[str, OptionValue]:
 
     absorbed: `plugin/name` of the other backend. Its values are {"crossing": new tokens}.
     """
-    asked = {name: getattr(request, name) for name in SHAPE}
-    given = {name: value for name, value in asked.items() if value is not None}
-    return {"kernel": "expanded prompts", "absorbed": absorbed, **given}
+    shape = {name: getattr(request, name) for name in SHAPE}
+    stated = {name: value for name, value in shape.items() if value is not None}
+    return {"kernel": "expanded prompts", "absorbed": absorbed, **stated}
 
 
 def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> float | None:
@@ -167,9 +167,9 @@ def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> 
     expanded, absorbed: `plugin/name` of both backends.
     """
     subject = crossing_subject(absorbed, context.request)
-    for each in TunedLaunch.current(context.launches, expanded, context.platform):
-        if dict(each.subject) == subject:
-            return float(each.values["crossing"])
+    for launch in TunedLaunch.current(context.launches, expanded, context.platform):
+        if dict(launch.subject) == subject:
+            return float(launch.values["crossing"])
     return None
 
 

@@ -19,7 +19,7 @@ def crossing_by_operations(*, rank: int, nope: int, v: int) -> float:
 
         crossing = rank * (nope + v) / (2 * rank - nope - v)
 
-    which is 171 for DeepSeek's 512, 128 and 128 dims; infinity where it never does.
+    which is 171 for DeepSeek's 512, 128 and 128 dims; infinity if it never does.
     """
     saved = 2 * rank - nope - v
     return rank * (nope + v) / saved if saved > 0 else math.inf

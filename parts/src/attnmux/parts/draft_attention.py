@@ -1,4 +1,4 @@
-"""Verify steps in two parts: what each part is asked, in which shapes, and what the drafts add."""
+"""Verify steps in two parts: the call of each part, its shapes, and the attention among drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnmux.parts.part_attention import merge_into
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trees:
-    """What a step that verifies trees asks of its two parts, apart from the pool."""
+    """A step that verifies trees, as its two parts see it, apart from the pool."""
 
     lens: torch.Tensor
     """[B] int32: tokens of the prefix, but at least 1."""
@@ -76,7 +76,7 @@ class SeenPrefixes:
     Rows of requests without a prefix hold anything."""
 
     out: torch.Tensor
-    """[B, n * Hq, Dv] in the dtype of Q, for n drafts, of which a step may have fewer."""
+    """[B, n * Hq, Dv] in the dtype of Q, for n drafts; a step may have fewer."""
     lse: torch.Tensor
     """[B, n * Hq] float32."""
 
@@ -99,8 +99,8 @@ class SeenPrefixes:
 
 
 class DraftAttention(Protocol):
-    """What a plugin offers as the shared kernel `draft_attention`. Nothing synchronises, so that
-    graphs can hold it."""
+    """A plugin's shared kernel `draft_attention`. Nothing synchronises, so that graphs can hold
+    it."""
 
     def __call__(
         self,
@@ -146,7 +146,7 @@ def attend_to_drafts(
     k = KVPool.gather_rows(keys.k, keys.slots).float() * keys.k_scale
     v = KVPool.gather_rows(keys.v, keys.slots).float() * keys.v_scale
     prefixes, prefixes_lse = (
-        SeenPrefixes.as_tokens(each, groups, width, drafts) for each in (seen_out, seen_lse)
+        SeenPrefixes.as_tokens(tensor, groups, width, drafts) for tensor in (seen_out, seen_lse)
     )
     return among_drafts(q, k, v, layer, trees.visible, prefixes, prefixes_lse, lse=lse)
 
@@ -172,7 +172,7 @@ def among_drafts(
     size, width, _ = visible.shape
     shape, heads = q.shape[:2], k.shape[1]
     queries = q.float().reshape(size, width, heads, q.shape[1] // heads, q.shape[2])
-    k, v = (each.reshape(size, width, *each.shape[1:]) for each in (k, v))
+    k, v = (tensor.reshape(size, width, *tensor.shape[1:]) for tensor in (k, v))
     logits = torch.einsum("bihgc,bjhc->bhgij", queries, k) * layer.scaling
     if layer.logit_cap > 0:
         logits = torch.tanh(logits / layer.logit_cap) * layer.logit_cap

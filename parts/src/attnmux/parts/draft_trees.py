@@ -45,7 +45,7 @@ class TreeAttnBackend(DispatchingBackend):
 
     In a TARGET_VERIFY step, `prefixes` decodes one token for each request, whose query heads are
     those of all its drafts, over the prefix. Each draft attends to the drafts that its tree lets it
-    see, by a kernel where a plugin offers one for the device. Both are merged by LSE.
+    see, by a kernel if a plugin offers one for the device. Both are merged by LSE.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class TreeAttnBackend(DispatchingBackend):
         """
         super().__init__(context, (child, prefixes))
         drafts = context.request.spec_draft_tokens
-        for argument, each, heads in (("child", child, 1), ("prefixes", prefixes, drafts)):
-            own = each.context
+        for argument, backend, heads in (("child", child, 1), ("prefixes", prefixes, drafts)):
+            member_context = backend.context
             if (
                 heads is None
-                or own.token_to_kv_pool is not context.token_to_kv_pool
-                or own.req_to_token_pool is not context.req_to_token_pool
-                or own.layers[0].tp_q_head_num != context.layers[0].tp_q_head_num * heads
+                or member_context.token_to_kv_pool is not context.token_to_kv_pool
+                or member_context.req_to_token_pool is not context.req_to_token_pool
+                or member_context.layers[0].tp_q_head_num != context.layers[0].tp_q_head_num * heads
             ):
                 expected = f"a backend of {'prefix_context(context)' if heads != 1 else 'context'}"
                 raise InvalidInput(argument, got="a backend of another context", expected=expected)
@@ -84,8 +84,8 @@ class TreeAttnBackend(DispatchingBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         self.prefixes.init_cuda_graph_state(max_bs, max_bs)
-        made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
-        self._fixed.add(**{field.name: getattr(made, field.name) for field in fields(made)})
+        trees = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
+        self._fixed.add(**{field.name: getattr(trees, field.name) for field in fields(trees)})
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:
@@ -125,8 +125,8 @@ class TreeAttnBackend(DispatchingBackend):
         return self.step_of(self.child) if batch.forward_mode.is_draft_extend() else batch
 
     def _of_one(self, batch: ForwardBatch) -> ForwardBatch:
-        """The step that one of the backends prepares. None was chosen for drafts, so that those of
-        a draft model's own steps come as plain prompts."""
+        """The step that one of the backends prepares. No backend was chosen for drafts, so a draft
+        model's own steps run as plain prompts."""
         self._trees = None
         if batch.forward_mode.is_draft_extend():
             return replace(batch, forward_mode=ForwardMode.EXTEND, spec_info=None)
@@ -137,17 +137,17 @@ class TreeAttnBackend(DispatchingBackend):
         # An empty prefix gets a token, because each request of a decode step has one. Its share of
         # the answer is dropped
         lens = batch.seq_lens.clamp(min=1)
-        made = Trees(
+        new_trees = Trees(
             lens=lens,
             positions=lens.long() - 1,
             sees_prefix=batch.seq_lens > 0,
             visible=batch.visible_drafts(),
         )
-        width = made.visible.shape[1]
+        width = new_trees.visible.shape[1]
         if width > self._drafts:
             expected = f"at most {self._drafts}, the request's spec_draft_tokens"
             raise InvalidInput("spec_info.draft_token_num", got=width, expected=expected)
-        self._trees = trees = self._fixed.holding(made)
+        self._trees = trees = self._fixed.holding(new_trees)
         lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.clamp(min=1)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
@@ -179,7 +179,7 @@ def prefix_context(context: BackendContext) -> BackendContext:
     """The context of the backend that reads the prefixes of draft trees.
 
     Its layers have the query heads of all drafts, those of one KV head together. Raises
-    InvalidInput for a request without `spec_draft_tokens` or `num_q_heads`, and for layers of which
+    InvalidInput for a request without `spec_draft_tokens` or `num_q_heads`, and for layers whose
     parts cannot be merged by LSE.
     """
     request = prefixes_request(context.request)

@@ -48,7 +48,7 @@ class KeyPart(Generic[K]):
         cached_lens = _host_lens(cached, batch.extend_prefix_lens_cpu)
         if crossing is not None and not expansion_pays(new_lens, cached_lens, crossing):
             return
-        own = replace(
+        new_part = replace(
             batch,
             seq_lens=new,
             seq_lens_cpu=torch.tensor(new_lens, dtype=torch.int32),
@@ -60,9 +60,9 @@ class KeyPart(Generic[K]):
             tbo_children=(),
         )
         tokens = slice(0, sum(new_lens))
-        yield KeyPart(batch=own, tokens=tokens, keys=batch.out_cache_loc)
+        yield KeyPart(batch=new_part, tokens=tokens, keys=batch.out_cache_loc)
         for first, starts, lens in KeyPart.chunks(cached_lens, chunk_tokens):
-            yield _chunk(own, table, new_lens, first, starts, lens)
+            yield _chunk(new_part, table, new_lens, first, starts, lens)
 
     @staticmethod
     def chunks(
@@ -117,5 +117,5 @@ def _chunk(
 
 
 def _host_lens(lens: torch.Tensor, mirror: torch.Tensor | None) -> list[int]:
-    found: list[int] = (lens if mirror is None else mirror).tolist()
-    return found
+    counts: list[int] = (lens if mirror is None else mirror).tolist()
+    return counts

@@ -104,11 +104,11 @@ class HybridLinearAttnBackend(DispatchingBackend):
         return self if child is self.full else HybridLinearAttnBackend(child, self._linear)
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
-        return ((each, batch) for each in (self.full, *self._linear.values()))
+        return ((backend, batch) for backend in (self.full, *self._linear.values()))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for each in (self.full, *self._linear.values()):
-            each.init_cuda_graph_state(max_bs, max_num_tokens)
+        for backend in (self.full, *self._linear.values()):
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
 
 def make_linear_layers(
@@ -134,11 +134,11 @@ def make_linear_layers(
         raise InvalidInput("context.linear_states", got=got, expected=expected)
     for layer in states.layers:
         _check(layer, decision.request, served)
-    made: dict[str, LinearAttentionBackend] = {
+    backends: dict[str, LinearAttentionBackend] = {
         kind: _by_phase(served[kind], context)
         for kind in dict.fromkeys(layer.kind for layer in states.layers)
     }
-    return HybridLinearAttnBackend(inner(context, phases), made)
+    return HybridLinearAttnBackend(inner(context, phases), backends)
 
 
 def _by_phase(served: Mapping[str, Choice], context: BackendContext) -> LinearAttentionBackend:
@@ -156,6 +156,6 @@ def _check(layer: LinearLayerSpec, request: Request, served: Served) -> None:
         raise InvalidInput(name, got=layer.kind, expected=expected)
     k_dim, v_dim = request.linear_head_dim, request.linear_v_head_dim
     dims = (layer.head_k_dim, k_dim), (layer.head_v_dim, v_dim or k_dim)
-    for got, asked in dims if layer.has_state else ():
-        if asked is not None and got != asked:
-            raise InvalidInput(name, got=f"a head of {got} dims", expected=f"{asked}, as decided")
+    for got, decided in dims if layer.has_state else ():
+        if decided is not None and got != decided:
+            raise InvalidInput(name, got=f"a head of {got} dims", expected=f"{decided}, as decided")

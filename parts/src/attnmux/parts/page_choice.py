@@ -1,6 +1,6 @@
 """Bounds, scores, choice and copies of pages (Quest, arXiv:2406.10774): the interface of kernels,
-the same in plain torch, which runs on any device and says what kernels have to do, and the memory
-of the bounds."""
+the memory of the bounds, and the same in plain torch, which runs on any device and defines the
+kernels' results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PageKernels(Protocol):
     def choose(self, scores: torch.Tensor, requests: RequestPages, number: int) -> torch.Tensor:
         """The places of the pages with the largest scores, ascending: [B, Hkv, number] int64.
 
-        Which of equal scores count is not defined. Where a request has fewer pages than `number`,
+        Which of equal scores count is not defined. If a request has fewer pages than `number`,
         places beyond its last page follow.
         """
 
@@ -85,8 +85,8 @@ class PageKernels(Protocol):
     ) -> None:
         """Copy K and V of pages, by places [B, Hkv, n] among those of the requests.
 
-        The n pages of request b begin at page 1 + b * n of the target. What is copied for places
-        beyond a request's last page is not defined, but finite.
+        The n pages of request b begin at page 1 + b * n of the target. Places beyond a request's
+        last page get undefined, finite values.
         """
 
 
@@ -99,9 +99,9 @@ def bound_products(q: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) ->
     heads = lower.shape[2]
     q = q.float().view(q.shape[0], heads, -1, q.shape[-1])
     # max(q * lower, q * upper) is q * upper where q > 0, else q * lower: two products
-    found = torch.einsum("bhgc,bnhc->bhgn", q.clamp(min=0), upper.float())
-    found += torch.einsum("bhgc,bnhc->bhgn", q.clamp(max=0), lower.float())
-    return found.amax(2)
+    products = torch.einsum("bhgc,bnhc->bhgn", q.clamp(min=0), upper.float())
+    products += torch.einsum("bhgc,bnhc->bhgn", q.clamp(max=0), lower.float())
+    return products.amax(2)
 
 
 class PlainPages:
@@ -161,14 +161,14 @@ class PageBounds:
     def __init__(
         self, pool: KVPool, layer_ids: Sequence[int], kernels: PageKernels | None = None
     ) -> None:
-        """kernels: update the bounds; plain torch operations do where there are none.
+        """kernels: update the bounds; plain torch operations do if there are none.
 
         Raises PoolExhausted when memory does not suffice.
         """
         self._pool = pool
         self._kernels = PlainPages() if kernels is None else kernels
         pages = pool.num_slots // pool.page_size
-        shapes = [(pages, *pool.get_key_buffer(each).shape[1:]) for each in layer_ids]
+        shapes = [(pages, *pool.get_key_buffer(layer_id).shape[1:]) for layer_id in layer_ids]
         what = f"bounds of {pages} pages in {len(shapes)} layers"
         buffers = KVPool.allocate_zeroed(
             shapes * 2,
@@ -182,7 +182,7 @@ class PageBounds:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (*self._lower.values(), *self._upper.values()))
+        return sum(bounds.nbytes for bounds in (*self._lower.values(), *self._upper.values()))
 
     def of(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The lower and the upper bounds of a layer's pages, [pages, Hkv, D] each."""

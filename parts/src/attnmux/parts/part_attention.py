@@ -28,17 +28,17 @@ class PartAttention(Generic[K]):
         """backends: one or more, all alike. layers, pool: of the context that
         `PartAttention.context_of` got.
         Raises InvalidInput for no backend, and for backends of other contexts."""
-        contexts = [each.context for each in backends]
-        if not contexts or any(each.token_to_kv_pool is not pool for each in contexts):
+        contexts = [context.context for context in backends]
+        if not contexts or any(context.token_to_kv_pool is not pool for context in contexts):
             got = "backends of another context" if contexts else "none"
             raise InvalidInput("backends", got=got, expected="backends of a part context")
-        for each in contexts:
-            self.layers = part_layers(layers, each)
+        for context in contexts:
+            self.layers = part_layers(layers, context)
         self.backends = tuple(backends)
         self.begin(())
 
     def begin(self, parts: Iterable[KeyPart[K]]) -> None:
-        """Take the parts of a new step, of which the first has every new token, and its own keys.
+        """Take the parts of a new step. The first has every new token, and its own keys.
         None: the step has no tokens, or is not run in parts."""
         self.parts: tuple[KeyPart[K], ...] = tuple(parts)
         self._prepared: list[KeyPart[K] | None] = [None] * len(self.backends)
@@ -56,28 +56,28 @@ class PartAttention(Generic[K]):
         out. Parts in a row with the same keys read them once. lse: [T, Hq] float32, written if
         given, sinks included.
         """
-        own, cross = self.layers[layer.layer_id]
+        new_layer, cross = self.layers[layer.layer_id]
         if not self.parts:
-            return q.new_empty((*q.shape[:2], own.v_head_dim))
+            return q.new_empty((*q.shape[:2], new_layer.v_head_dim))
         first, *others = self.parts
         is_merged = bool(others) or layer.sinks is not None
         if lse is None and is_merged:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        keys, found = first.keys, read(first.keys)
-        assert found is not None  # every token sees itself
-        out = self._of_part(0, first, q, found, own, lse)
+        keys, kv = first.keys, read(first.keys)
+        assert kv is not None  # every token sees itself
+        out = self._of_part(0, first, q, kv, new_layer, lse)
         out[first.tokens.stop :] = 0  # kernels may leave them as the memory was
         if lse is None or not is_merged:
             return out
         merged = out.float()
         for number, part in enumerate(others, start=1):
             if part.keys is not keys:
-                keys, found = part.keys, read(part.keys)
-            if found is None:
+                keys, kv = part.keys, read(part.keys)
+            if kv is None:
                 continue
             rows = part.tokens
             part_lse = torch.empty_like(lse[rows])
-            out = self._of_part(number, part, q[rows], found, cross, part_lse)
+            out = self._of_part(number, part, q[rows], kv, cross, part_lse)
             merge_into(merged[rows], lse[rows], out, part_lse)
         if layer.sinks is not None:
             add_sinks(merged, lse, layer.sinks)
@@ -109,7 +109,7 @@ class PartAttention(Generic[K]):
         which see each other causally, and one for keys that every new token sees. Sinks are added
         when parts are merged. request: for these backends, as `parts_request` makes it; MLA runs
         with its `head_dim` and `v_head_dim`. Raises InvalidInput for an MLA request without
-        `head_dim`, and for layers of which parts cannot be merged by LSE.
+        `head_dim`, and for layers whose parts cannot be merged by LSE.
         """
         for layer in context.layers:
             if not layer.is_mergeable or not layer.is_causal or layer.is_cross_attention:
@@ -119,10 +119,12 @@ class PartAttention(Generic[K]):
                 raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
         number = max(context.token_to_kv_pool.layer_ids) + 1
         layers: list[LayerSpec] = []
-        for own in {_shape(each): each for each in _own_layers(context.layers, request)}.values():
+        for shaped in {
+            _shape(each): each for each in _own_layers(context.layers, request)
+        }.values():
             own_id = number + len(layers)
-            layers.append(replace(own, layer_id=own_id))
-            layers.append(replace(own, layer_id=own_id + 1, is_cross_attention=True))
+            layers.append(replace(shaped, layer_id=own_id))
+            layers.append(replace(shaped, layer_id=own_id + 1, is_cross_attention=True))
         # The parts of a step contradict the request table, and the step was checked as a whole
         return replace(context, request=request, layers=tuple(layers), debug=False)
 
@@ -137,9 +139,9 @@ def part_layers(
     """
     held = of_parts.token_to_kv_pool.layer_ids
     by_shape = {
-        _shape(own): (own, cross)
-        for own, cross in zip(of_parts.layers[::2], of_parts.layers[1::2], strict=False)
-        if own.layer_id not in held and cross.is_cross_attention
+        _shape(layer): (layer, cross)
+        for layer, cross in zip(of_parts.layers[::2], of_parts.layers[1::2], strict=False)
+        if layer.layer_id not in held and cross.is_cross_attention
     }
     shapes = list(map(_shape, _own_layers(layers, of_parts.request)))
     if set(shapes) != by_shape.keys():

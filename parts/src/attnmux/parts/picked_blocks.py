@@ -89,15 +89,16 @@ class PlainBlocks:
             some = slice(start, start + at_once)
             slots, hidden = self._slots(layer.layer_id, picked, some)
             k, v = (
-                _gathered(each, slots, of_head.view(1, -1, 1), hidden) for each in (keys, values)
+                _gathered(buffer, slots, of_head.view(1, -1, 1), hidden)
+                for buffer in (keys, values)
             )
             logits = torch.einsum("tpgd,tpkd->tpgk", groups[some].float(), k)
             logits = logits * (layer.scaling * k_scale)
             logits = logits.masked_fill(hidden.unsqueeze(2), -torch.inf)
             lse = logits.logsumexp(-1)
             weights = torch.exp(logits - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1))
-            found = torch.einsum("tpgk,tpkd->tpgd", weights, v) * v_scale
-            out[some] = found.flatten(1, 2).to(out.dtype)
+            result = torch.einsum("tpgk,tpkd->tpgd", weights, v) * v_scale
+            out[some] = result.flatten(1, 2).to(out.dtype)
             if call.lse is not None:
                 call.lse[some] = lse.flatten(1)
         return out
@@ -119,7 +120,7 @@ class PlainBlocks:
 def _gathered(
     cache: torch.Tensor, slots: torch.Tensor, heads: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """[t, Hp, n, D] float32 of cache [slots, Hkv, D]; 0 where hidden, since that may be NaN."""
+    """[t, Hp, n, D] float32 of cache [slots, Hkv, D]; 0 if hidden, since that may be NaN."""
     # torch gathers bytes on every device, 8-bit floats not on all
     raw = cache.detach().view(torch.uint8) if cache.itemsize == 1 else cache.detach()
     rows = raw[slots, heads].view(cache.dtype).float()
@@ -216,7 +217,7 @@ class PickedBlocksBackend(CompositeBackend):
 
     def _picks_all(self, batch: ForwardBatch) -> bool:
         """Whether the host knows that an eager step has no more keys than are picked. Not asked
-        where results must not depend on other requests of the batch."""
+        if results must not depend on other requests of the batch."""
         lens, reach = batch.seq_lens_cpu, self.context.request.index_reach
         mode = batch.forward_mode
         if lens is None or reach is None or self.context.request.deterministic:

@@ -17,8 +17,8 @@ from attnmux.parts.requests import (
 
 
 class DraftTrees(Part):
-    """Draft trees on backends without masks: one reads the prefixes, and what the drafts add to
-    each other is merged by LSE (`TreeAttnBackend`)."""
+    """Draft trees on backends without masks: one reads the prefixes, and LSE merges attention among
+    the drafts (`TreeAttnBackend`)."""
 
     factory = "attnmux.parts.draft_trees:make_trees"
     after_refusal = True
@@ -62,14 +62,14 @@ class ExpandedPrompts(Part):
         return not unfit and bool(request.dtype and request.head_dim)
 
     def asks(self, request: Request) -> Mapping[str, Ask]:
-        asked = parts_request(request)
-        return {"prompts": Ask(request=asked, is_optional=True, rivals="extend")}
+        parts = parts_request(request)
+        return {"prompts": Ask(request=parts, is_optional=True, rivals="extend")}
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
         if not served:
             return ()
         reader = served["prompts"]["extend"]
-        return [f"{reader} serves prompts with expanded heads, where that takes fewer operations"]
+        return [f"{reader} serves prompts with expanded heads, if that takes fewer operations"]
 
 
 class LinearLayers(Part):

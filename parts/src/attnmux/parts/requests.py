@@ -1,4 +1,4 @@
-"""Requests that parts ask besides the one that they leave."""
+"""Requests that parts make in addition to the one that they leave."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def parts_request(request: Request) -> Request:
 def has_separable_trees(request: Request) -> bool:
     """Whether attention to the prefix and among the drafts can be merged by LSE.
 
-    Windows, chunks and biases by distance count places in the row, where the nodes of a tree
-    lie one after another; a mask of the user may hide the prefix; products among drafts depend
-    on the step's size, so that no request is deterministic.
+    Windows, chunks and biases by distance count places in the row, where the nodes of a tree lie
+    one after another. A mask of the user may hide the prefix. Products among drafts depend on the
+    step's size, so no request is deterministic.
     """
     hindered = (
         *(request.sliding_window, request.attention_chunk, request.custom_mask),
@@ -96,7 +96,7 @@ def prefixes_request(request: Request) -> Request:
 
 
 def linear_request(request: Request, kind: str) -> Request:
-    """What the model's linear layers of one kind ask for."""
+    """The request of the model's linear layers of one kind."""
     is_recurrent = kind != "conv"
     return Request().replace(
         origin="model",

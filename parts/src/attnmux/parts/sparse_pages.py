@@ -72,7 +72,7 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
         hint="lower the budget, or the number of requests",
     )
     # All layers share one buffer, since each fills it anew
-    pairs = {each.layer_id: (copies[0], copies[1]) for each in context.layers}
+    pairs = {plain.layer_id: (copies[0], copies[1]) for plain in context.layers}
     return replace(
         context,
         request=context.request.replace(
@@ -105,7 +105,7 @@ class SparseAttnBackend(CompositeBackend):
         kernels: PageKernels | None = None,
     ) -> None:
         """whole: serves the prompts of this context. chosen: decodes, of a `sparse_context`.
-        kernels: choose and copy; plain torch operations do where there are none.
+        kernels: choose and copy; plain torch operations do if there are none.
 
         Raises PoolExhausted when the memory for the bounds does not suffice.
         """
@@ -114,7 +114,7 @@ class SparseAttnBackend(CompositeBackend):
         self.chosen = chosen
         self._kernels = PlainPages() if kernels is None else kernels
         self.bounds = PageBounds(
-            context.token_to_kv_pool, [each.layer_id for each in context.layers], kernels
+            context.token_to_kv_pool, [layer.layer_id for layer in context.layers], kernels
         )
         self._page_size = context.token_to_kv_pool.page_size
         self._pages = chosen.context.max_context_len // self._page_size
@@ -181,7 +181,7 @@ class SparseAttnBackend(CompositeBackend):
         """Raises InvalidInput for steps of drafts."""
         mode = batch.forward_mode
         if mode.is_target_verify() or mode.is_draft_extend():
-            expected = "no drafts, where decoding chooses pages"
+            expected = "no drafts, if decoding chooses pages"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
         return mode.is_decode()
 

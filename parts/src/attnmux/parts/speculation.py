@@ -59,7 +59,7 @@ class DraftTree:
     num_nodes: int
     """Nodes of each tree without padding."""
     levels: torch.Tensor | None = None
-    """[B, d] int64: `depths`, where whoever made the tree has counted them."""
+    """[B, d] int64: `depths`, if the tree has them already."""
 
     @property
     def draft_token_num(self) -> int:

@@ -38,7 +38,7 @@ class LinearStatePool(StatePool):
     ) -> None:
         """Rows for `size` requests, and for `kept_size` states that outlive their request.
 
-        draft_tokens: of a request and step that verifies them, at most; 0 where none does.
+        draft_tokens: of a request and step that verifies them, at most; 0 if none does.
         Raises InvalidInput for a size below 1, fewer kept states or draft tokens than 0 and two
         layers with one id, and PoolExhausted when memory does not suffice.
         """
@@ -108,7 +108,7 @@ class LinearStatePool(StatePool):
 
     @property
     def described(self) -> tuple[str, str]:
-        """What it holds, and a hint for those who have no memory for it."""
+        """The pool's contents, and a hint if memory is short."""
         what = f"linear states of {self.size} requests, and {self.kept_size} kept ones"
         if not self.draft_tokens:
             return what, "lower the number of requests, or of kept states"
@@ -159,8 +159,8 @@ class LinearStatePool(StatePool):
 
         rows: [B] int64, of the step that verified them; row 0 for padding.
         num_accepted_tokens: [B] int32 or int64, from 0 to the step's draft tokens, the root
-        included; 0 leaves the request's states as they were. Both on the pool's device, which is
-        not waited for, so that a device graph can hold the call, and whose values are not checked.
+        included; 0 leaves the request's states unchanged. Both on the pool's device, which is not
+        waited for, so that a device graph can hold the call, and whose values are not checked.
         Engines call it after each step that verifies, before any other step of these requests.
         Raises InvalidInput for a pool without draft tokens, and for other shapes, dtypes and
         devices.
@@ -197,10 +197,10 @@ class LinearStatePool(StatePool):
 
     def _found(self, buffers: dict, key: object, expected: str) -> torch.Tensor:  # type: ignore[type-arg]  # of either dict
         try:
-            found: torch.Tensor = buffers[key]
+            buffer: torch.Tensor = buffers[key]
         except KeyError:
             raise InvalidInput("layer_id", got=key, expected=expected) from None
-        return found
+        return buffer
 
 
 def _put(

@@ -1,13 +1,13 @@
 """Verifying draft trees by the target's probabilities, with thresholds that accept more drafts.
 
 At each node the request has a number in [0, 1). Its children are looked at in order, and the sum of
-their probabilities grows. A child is accepted where the number is below sum / threshold_acc, or
-where its own probability reaches threshold_single. If none is, the next token is drawn from what is
-left of the target's distribution: that without the node's children. With both thresholds at 1 the
-text has the target's own distribution, since each child is accepted with its probability.
+their probabilities grows. A child is accepted if the number is below sum / threshold_acc, or if its
+own probability reaches threshold_single. If none is, the next token is drawn from the rest of the
+target's distribution, without the node's children. With both thresholds at 1 the text has the
+target's own distribution, since each child is accepted with its probability.
 
 The rule is that of SGLang's `tree_speculative_sampling_target_only`, which draws the last token
-with a number of its own. Here it takes the node's number again: where no child is accepted it is
+with a number of its own. Here it takes the node's number again: if no child is accepted it is
 uniform over [sum / threshold_acc, 1), and is stretched to [0, 1).
 """
 
@@ -55,7 +55,7 @@ def sample_tree_target_only(
     probs: [B * d, vocabulary] float32, the target's distribution after each node. coins: [B, d]
     float64 in [0, 1), one number a node; those of a path must be independent. thresholds: None for
     the exact ones. Of siblings with the same token the first counts. `predict` holds the accepted
-    drafts and the drawn token; the drawn one is -1 where the probabilities are no numbers, or
+    drafts and the drawn token; the drawn one is -1 if the probabilities are no numbers, or
     nothing is left of them. Does not synchronise.
     Raises InvalidInput for other shapes and dtypes.
     """
@@ -99,12 +99,12 @@ def sample_tree_target_only(
 
 
 def _draw(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    """[B] int64: a token of each row [B, vocabulary] float64, which needs not sum to 1; -1 where
+    """[B] int64: a token of each row [B, vocabulary] float64, which needs not sum to 1; -1 if
     nothing can be drawn. coins: [B] float64 in [0, 1)."""
     sums = weights.cumsum(1)
     total = sums[:, -1:]
     above = sums > coins.clamp(0, 1).unsqueeze(1) * total
     # The last one that can be drawn, should rounding leave none above
     last = torch.where(weights > 0, torch.arange(weights.shape[1], device=weights.device), -1)
-    found = torch.where(above.any(1), above.int().argmax(1), last.amax(1))
-    return torch.where(total.squeeze(1) > 0, found, -1)
+    token = torch.where(above.any(1), above.int().argmax(1), last.amax(1))
+    return torch.where(total.squeeze(1) > 0, token, -1)

@@ -30,8 +30,8 @@ class TboAttnBackend(DispatchingBackend):
         """Raises InvalidInput for children of another context, the primary itself as a child, and
         padding rows of different lengths, since one graph runner pads for all."""
         super().__init__(primary.context, (primary, *children))
-        if len({id(each) for each in (primary, *children)}) != 3:
-            expected = "two backends besides primary: each has a step of its own in flight"
+        if len({id(backend) for backend in (primary, *children)}) != 3:
+            expected = "two backends other than primary: each has a step of its own in flight"
             raise InvalidInput("children", got="one backend twice", expected=expected)
         self.check_context("children", primary, *children)
         self.check_padding("children", primary, *children)
@@ -63,7 +63,7 @@ class TboAttnBackend(DispatchingBackend):
         return TboAttnBackend(primary, (first.select(mode), second.select(mode)))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """For whole steps, and for halves of them, of which the second may be the larger."""
+        """For whole steps, and for their halves; the second half may be the larger."""
         self.primary.init_cuda_graph_state(max_bs, max_num_tokens)
         half = max_bs - max_bs // 2
         for child in self.children:

@@ -304,7 +304,7 @@ def far_token(tensors, config):
         (changed(hidden_size=64), "hidden_size 64"),
         (changed(vocab_size=98), "vocab_size 98"),
         (changed(speculators_model_type="eagle3"), "the library speculators"),
-        (changed(eagle_config={LAYERS: [0]}), "fc.weight is missing, unknown or of other shape"),
+        (changed(eagle_config={LAYERS: [0]}), "fc.weight is missing, unknown or of another shape"),
         (changed(eagle_config={LAYERS: [0, 3]}), "layers of the target: 0 to 2"),
         (changed(eagle_config={}), "eagle_aux_hidden_state_layer_ids"),
         (without("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),

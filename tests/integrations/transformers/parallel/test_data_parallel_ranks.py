@@ -111,7 +111,7 @@ def llama(group: RankGroup, folder: Path, prompts: list[list[int]], expected: To
         assert "".join(text for index, text, _ in pieces if index == place) == result.text
         assert [index for index, _, last in pieces if last].count(place) == 1
     engine = Engine(runner)
-    with pytest.raises(InvalidInput, match="drafts: expected none where ranks have requests"):
+    with pytest.raises(InvalidInput, match="drafts: expected none if ranks have requests"):
         Engine(runner, drafts=NgramProposer(draft_token_num=4))
     with pytest.raises(RanksDiffer) as other:
         run_prompts(engine, [Prompt(token_ids=[1] * (2 + group.rank), max_new_tokens=1)])

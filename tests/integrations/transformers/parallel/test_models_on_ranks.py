@@ -115,7 +115,7 @@ SHAPES = {"minimax": {(1, 16, 16)}, "gemma4": {(1, 16, 16), (1, 32, 32)}, "mimo"
 
 PICTURED = ("qwen2.5-vl", "gemma3-images", "llava")
 IMAGE, BEGIN, END = 90, 92, 93
-COMPRESSED = "ranks: expected 1: what keys are made of is not split, got 2"
+COMPRESSED = "ranks: expected 1: the rows for keys are not split, got 2"
 REFUSED = {
     ("compressed", "tp"): COMPRESSED,
     ("compressed", "dp"): COMPRESSED,

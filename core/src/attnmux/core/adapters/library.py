@@ -42,8 +42,8 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
     """The base of a backend that calls a kernel library.
 
     A subclass prepares layers (`prepare_layer`), plans a step on the host (`plan_step`), fills its
-    tensors on the device (`fill_step`), allocates what graphs replay with (`make_buffers`) and
-    calls the library (`attend`).
+    tensors on the device (`fill_step`), allocates the tensors that graphs replay with
+    (`make_buffers`) and calls the library (`attend`).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
     def plan_step(self, batch: ForwardBatch, buffers: B | None) -> S:
         """Decide a step's shape on the host, outside of graphs. A library's `plan()` runs here.
 
-        buffers: what the step is captured with; None for an eager step and before a replay.
+        buffers: the tensors of a captured step; None for an eager step and before a replay.
         Raises InvalidInput for a step that the kernels do not serve.
         """
 
@@ -86,9 +86,10 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
 
     @abstractmethod
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> B:
-        """Allocate what graphs of up to `max_bs` requests and `max_num_tokens` tokens replay with.
+        """Allocate the fixed tensors of graphs of up to `max_bs` requests and `max_num_tokens`
+        tokens.
 
-        Raises GraphUnsupported where the backend cannot be captured.
+        Raises GraphUnsupported if the backend cannot be captured.
         """
 
     @abstractmethod
@@ -137,7 +138,7 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
 
     @staticmethod
     def filled(tensors: T | None) -> T:
-        """What `fill_step` has made. Raises AttnmuxError before it ran."""
+        """The result of `fill_step`. Raises AttnmuxError before it ran."""
         if tensors is None:
             raise AttnmuxError(
                 "the step is planned but not filled: call init_forward_metadata(batch)"
@@ -168,12 +169,12 @@ class KernelLibrary(Generic[K, A]):
     """Launches the kernels once, on the smallest input: a build for other devices imports, and
     fails only when it is launched. A library that compiles its kernels compiles them here."""
     hint: str = ""
-    """What to do when the trial fails."""
+    """The remedy if the trial fails."""
 
     def __call__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> A:
         """The backend on the first package that is installed and runs on the context's device.
 
-        Raises BackendFailed where none does, with each one's reason; InvalidInput for layers,
+        Raises BackendFailed if none does, with each one's reason; InvalidInput for layers,
         pools and options that the kernels do not serve.
         """
         reasons: list[str] = []
@@ -198,7 +199,7 @@ class KernelLibrary(Generic[K, A]):
         """The kernels dataclass, each field from the first of the modules that has that name.
         Fields with a default keep it.
 
-        Raises ImportError where a module is missing, AttributeError where a function is.
+        Raises ImportError if a module is missing, AttributeError if a function is.
         """
         loaded = [import_module(module) for module in modules]
 

@@ -1,5 +1,5 @@
-"""The page tables of a step, its lengths, and where each request's queries begin: what kernels over
-paged KV take."""
+"""The arguments of kernels over paged KV: a step's page tables, its lengths, and where each
+request's queries begin."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ class PageTables:
 
     batch_size: int
     queries_each: int | None
-    """New tokens of each request where all have as many: in decode and verify."""
+    """New tokens of each request if all have as many: in decode and verify."""
     max_seqlen_q: int
     max_seqlen_k: int
     is_tree: bool
     """Whether a mask says which drafts each draft sees. Then the keys are those of the prefix."""
     has_all_keys: bool
     """Whether the host knows that no request has a prefix, so that a layer's call brings all keys.
-    False where results must not depend on the batch: the kernels sum keys of the call and of the
+    False if results must not depend on the batch: the kernels sum keys of the call and of the
     pool in different orders."""
     fixed: dict[KeyGroup, Keys]
     """Buffers that a graph replays with; empty for an eager step."""
@@ -119,7 +119,7 @@ class PageTables:
     ) -> PageTables:
         """The step's shape, from what the host knows.
 
-        Lengths count as the longest possible where the host has no mirrors, in graphs, and where
+        Lengths count as the longest possible if the host has no mirrors, in graphs, and if
         results must not depend on the batch: the kernels choose tiles by the longest request.
 
         trees: whether the caller serves the mask of a draft tree itself.
@@ -171,7 +171,7 @@ class PageTables:
     def fill(
         self, batch: ForwardBatch, groups: tuple[KeyGroup, ...], context: BackendContext
     ) -> None:
-        """Build what the layers read, by device operations of static shape."""
+        """Build the tensors that layers read, with device operations of static shape."""
         # Tensors of a warm-up are not part of the capture that follows it.
         self.bounds.clear()
         tables: Tables = {}

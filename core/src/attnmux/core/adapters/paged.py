@@ -56,7 +56,7 @@ class KeyLens:
     """Keys of each request, for kernels that need one key at least."""
 
     at_least_one: torch.Tensor
-    """[B] int32. Where a request has no keys, its first table entry is the reserved page, which
+    """[B] int32. If a request has no keys, its first table entry is the reserved page, which
     kernels may read."""
     is_empty: torch.Tensor
     """[B] bool: requests without keys, whose result is to be replaced."""
@@ -71,7 +71,7 @@ class KeyLens:
 
     @classmethod
     def of(cls, lens: torch.Tensor, buffers: KeyLens | None = None) -> KeyLens:
-        """From lens [B] int32; written to the front of the buffers where they are given."""
+        """From lens [B] int32; written to the front of the buffers if they are given."""
         if buffers is None:
             return cls(at_least_one=lens.clamp(min=1), is_empty=lens == 0)
         size = len(lens)
@@ -87,7 +87,7 @@ class KeyLens:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DecodeBuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     keys: dict[KeyGroup, Keys]
     lens: KeyLens
@@ -119,9 +119,9 @@ class DecodeStep:
     may_be_empty: bool
     """Whether the host cannot rule out a request without keys."""
     keys: dict[KeyGroup, Keys] | None = None
-    """Set by `fill`: what the kernels read. Lengths are at least 1 where `lens` is set."""
+    """Set by `fill`, for the kernels. Lengths are at least 1 if `lens` is set."""
     lens: KeyLens | None = None
-    """Set by `fill` where a request may be without keys."""
+    """Set by `fill` if a request may be without keys."""
 
     @classmethod
     def of(
@@ -152,7 +152,7 @@ class DecodeStep:
         if self.may_be_empty:
             self.lens = KeyLens.of(batch.seq_lens, self.buffers.lens if self.buffers else None)
             self.keys = {
-                group: each.with_lens(self.lens.at_least_one) for group, each in self.keys.items()
+                group: key.with_lens(self.lens.at_least_one) for group, key in self.keys.items()
             }
 
     def replace_empty(self, rows: torch.Tensor) -> None:

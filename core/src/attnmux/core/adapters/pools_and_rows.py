@@ -62,10 +62,10 @@ class LatentRows:
     def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
         """Queries [T, Hq, 576] for kernels that take both parts as one row.
 
-        Nothing is copied where the parts lie end to end in rows that kernels can load.
+        Nothing is copied if the parts lie end to end in rows that kernels can load.
 
         q: [T, Hq, 512]. q_rope: [T, Hq, 64].
-        Raises InvalidInput where q_rope is missing.
+        Raises InvalidInput if q_rope is missing.
         """
         if q_rope is None:
             raise InvalidInput(

@@ -55,30 +55,30 @@ def rehearse_convolutions(
     """Run a convolution of one token in each phase of the request, over states of its own.
 
     Returns those over the context's states. Raises InvalidInput for a context without
-    `linear_states`, and what a library or compiler raises.
+    `linear_states`, and errors of a library or compiler.
     """
     states = StatePool.of(context)
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)
     drafts = context.request.spec_draft_tokens or 1
-    made = make(states.alike([layer], draft_tokens=drafts))
+    convolutions = make(states.alike([layer], draft_tokens=drafts))
     weight = torch.zeros((CHANNELS, TAPS), dtype=states.conv_dtype, device=states.device)
     for batch in smallest_batches(context):
         x = weight.new_zeros((batch.num_tokens, CHANNELS))
         call = ConvCall(x, weight, None, True, layer, 0, torch.empty_like(x))
         if batch.forward_mode.is_target_verify():
-            made.verify(call, batch)
+            convolutions.verify(call, batch)
         elif not batch.forward_mode.is_draft_extend():
             if batch.forward_mode.is_extend():
-                made.prepare(batch)
-            made.run(call, batch)
+                convolutions.prepare(batch)
+            convolutions.run(call, batch)
     return make(states)
 
 
 def smallest_batches(context: BackendContext) -> Iterator[ForwardBatch]:
     """One request of one token, or of its drafts, in each phase of the request.
 
-    It is row 0 of the request table, whose slots are padding's. Where layers hold no keys in the
-    pool, an extend step without a prefix follows; where the request has many items, one with items.
+    It is row 0 of the request table, whose slots are padding's. If layers hold no keys in the
+    pool, an extend step without a prefix follows; if the request has many items, one with items.
     """
     drafts = context.request.spec_draft_tokens or 1
     for phase in context.request.phases:
@@ -137,7 +137,7 @@ def _brings_keys(layer: LayerSpec, context: BackendContext) -> bool:
 
 def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
     """One layer of each kind that a library may have a kernel of its own for."""
-    found: dict[object, LayerSpec] = {}
+    layers_by_kind: dict[object, LayerSpec] = {}
     for layer in context.layers:
         kind = (
             layer.kind,
@@ -153,12 +153,12 @@ def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
             layer.is_cross_attention,
             _brings_keys(layer, context),
         )
-        found.setdefault(kind, layer)
-    return list(found.values())
+        layers_by_kind.setdefault(kind, layer)
+    return list(layers_by_kind.values())
 
 
 def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) -> None:
-    """Call the layer, with LSE too where the request asks for it."""
+    """Call the layer, with LSE too if the request asks for it."""
     context = backend.context
     brings_keys = _brings_keys(layer, context)
     if brings_keys and (batch.forward_mode is not ForwardMode.EXTEND or _has_prefix(batch)):

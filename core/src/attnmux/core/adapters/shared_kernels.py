@@ -7,7 +7,7 @@ after the kernel and the type of torch device that it runs on:
     "kv_writer.cuda" = "acme.write:make_writer"
 
 The entry point is a function of the `BackendContext`. It compiles the kernel by a launch that
-changes nothing. Plain torch operations serve where no kernel is offered.
+changes nothing. Plain torch operations serve if no kernel is offered.
 
 | kernel | the function returns |
 |---|---|
@@ -40,8 +40,8 @@ GROUP = "attnmux.kernels"
 def shared_kernel(name: str, context: BackendContext) -> Any:  # noqa: ANN401  # as the table says
     """The kernel that an installed plugin offers for the context's device, or None.
 
-    Only plugins that the configuration admits count. Warns, and returns None, where a kernel cannot
-    be imported or compiled, and where two plugins offer the same. A plugin whose compiler is not
+    Only plugins that the configuration admits count. Warns, and returns None, if a kernel cannot
+    be imported or compiled, and if two plugins offer the same. A plugin whose compiler is not
     installed offers nothing.
     """
     wanted = f"{name}.{context.device.type}"

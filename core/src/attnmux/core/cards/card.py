@@ -29,7 +29,7 @@ CONTRACTS = ("1.0",)
 """The versions of the contract that this core speaks, the newest last."""
 
 DEFAULT_RANK = 1000
-"""The rank where no prior holds."""
+"""The rank if no prior holds."""
 
 MOST_CLAUSES = 1000
 """Clauses of a card, at most. Every question reads each of them."""
@@ -53,23 +53,23 @@ def _check_alternatives(name: str, alternatives: tuple[str, ...]) -> None:
 
 
 def _read_requires(name: str, value: Any) -> tuple[str | tuple[str, ...], ...]:  # noqa: ANN401  # as above
-    if not isinstance(value, tuple) or not all(isinstance(each, (str, tuple)) for each in value):
+    if not isinstance(value, tuple) or not all(isinstance(item, (str, tuple)) for item in value):
         raise refusal(name, value, "a tuple of str or tuple")
-    for each in value:
-        _check_alternatives(name, (each,) if isinstance(each, str) else each)
+    for item in value:
+        _check_alternatives(name, (item,) if isinstance(item, str) else item)
     return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior(Plain):
     """How well a backend is expected to do before any measurement. Lower ranks win. From
-    `LAST_RESORT` on, another way to run the model is better, where it has one.
+    `LAST_RESORT` on, another way to run the model is better, if it has one.
 
     Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
     """
 
     LAST_RESORT = 900
-    """From this rank on, a backend is portable: it serves where nothing made for the hardware
+    """From this rank on, a backend is portable: it serves if no backend made for the hardware
     does."""
 
     rank: Annotated[
@@ -93,7 +93,7 @@ class Option(Plain):
     """A setting that a backend's factory receives. It must not change the results.
 
     Raises InvalidInput for a name of other characters than NAME's, for a default or a choice of
-    another type or out of bounds, and for bounds of what is no number.
+    another type or out of bounds, and for bounds of a value that is no number.
     """
 
     name: str
@@ -161,7 +161,7 @@ class Build(Plain):
     arch: tuple[str, ...] = ()
     """The architectures that it is for, as `Platform.arch`. Empty: all."""
     requires: tuple[str, ...] = ()
-    """PEP 508 requirements, all needed besides the card's."""
+    """PEP 508 requirements, all needed in addition to the card's."""
 
     def __post_init__(self) -> None:
         read_fields(self, "build")
@@ -173,7 +173,7 @@ class Build(Plain):
         if self.arch and platform.arch not in self.arch:
             return False
         needed = map(parsed_requirement, self.requires)
-        versions = ((libraries(one.name), one.specifier) for one in needed)
+        versions = ((libraries(requirement.name), requirement.specifier) for requirement in needed)
         return platform.features.issuperset(self.features) and all(
             version is not None and (not version or within(version, specifier))
             for version, specifier in versions
@@ -182,14 +182,14 @@ class Build(Plain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caveat(Plain):
-    """A note that `select` and `doctor` print about a backend that runs, but not as it could.
+    """A note that `select` and `doctor` print about a backend that runs below its best.
 
     Raises InvalidInput for fields of other types and a requirement that cannot be parsed.
     """
 
     text: str
     unless: tuple[str, ...]
-    """PEP 508 requirements. Nothing is said if any one of them is met."""
+    """PEP 508 requirements. The note is dropped if any one of them is met."""
     arch: tuple[str, ...] = ()
     """The architectures that it holds for, as `Platform.arch`. Empty: all."""
 
@@ -250,10 +250,10 @@ class BackendCard(Plain):
     """The best first: the first whose needs are met serves. Empty: there is but one."""
     caveats: tuple[Caveat, ...] = ()
     companions: tuple[str, ...] = ()
-    """Backends for the phases that this one does not serve, where a user names only this one."""
+    """Backends for the phases that this one does not serve, if a user names only this one."""
     excludes: tuple[str, ...] = ()
-    """Backends (names, aliases or `plugin/name`) that must not serve decode where this one serves
-    extend, nor extend where it serves decode. An unknown name excludes nothing."""
+    """Backends (names, aliases or `plugin/name`) that must not serve decode if this one serves
+    extend, nor extend if it serves decode. An unknown name excludes nothing."""
     needs_cpu_seq_lens: bool = False
     """Whether the batch must carry `seq_lens_cpu`."""
     tree_masks: Annotated[
@@ -266,7 +266,7 @@ class BackendCard(Plain):
     chunks, and the tokens of a request in one chunk as a request of their own. Chunks are whole
     pages."""
     fp8_products: bool = False
-    """Whether the kernel rounds Q and the softmax's weights to KV's dtype where that is an 8-bit
+    """Whether the kernel rounds Q and the softmax's weights to KV's dtype if that is an 8-bit
     float, for 8-bit matrix units. The conformance suite then tolerates the rounding."""
     error_bounds: tuple[ErrorBound, ...] = ()
     """Errors that the backend's answers stay within, for requests with a `max_error`."""
@@ -297,8 +297,8 @@ class BackendCard(Plain):
 
     def build(self, platform: Platform, libraries: Libraries = installed_version) -> str:
         """The name of the build that serves on the platform; empty without any."""
-        fitting = (each for each in self.builds if each.serves(platform, libraries))
-        return next((each.name for each in fitting), "")
+        fitting = (build for build in self.builds if build.serves(platform, libraries))
+        return next((build.name for build in fitting), "")
 
     def serves(self, question: Question) -> bool:
         """Whether one of the clauses meets the question's demands."""
@@ -341,8 +341,8 @@ class Offer:
     """`names` and those that are foreign. Lists that deny go by these."""
 
     def __post_init__(self) -> None:
-        own = (self.card.name, *self.card.aliases)
-        claims = frozenset((*own, *(f"{self.plugin}/{name}" for name in own)))
+        names = (self.card.name, *self.card.aliases)
+        claims = frozenset((*names, *(f"{self.plugin}/{name}" for name in names)))
         object.__setattr__(self, "address", f"{self.plugin}/{self.card.name}")
         object.__setattr__(self, "names", claims - self.foreign)
         object.__setattr__(self, "claims", claims)
@@ -354,5 +354,5 @@ class Offer:
     def versions(self, libraries: Libraries = installed_version) -> Mapping[str, str]:
         """The versions of the plugin and of the card's libraries that are installed."""
         named = sorted(self.card.libraries())
-        found = {name: version for name in named if (version := libraries(name)) is not None}
-        return FrozenMapping({**found, self.distribution or self.plugin: self.version})
+        installed = {name: version for name in named if (version := libraries(name)) is not None}
+        return FrozenMapping({**installed, self.distribution or self.plugin: self.version})

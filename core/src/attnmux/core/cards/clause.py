@@ -124,7 +124,7 @@ class Clause(Plain):
     group_size: Limit = ANY
     """Query heads per KV head."""
     v_head_dim: Limit = NONE
-    """Asked only where it differs from `head_dim`."""
+    """Asked only if it differs from `head_dim`."""
     kv_lora_rank: Limit = NONE
     qk_rope_head_dim: Limit = NONE
     spec_topk: Limit = NONE

@@ -62,11 +62,11 @@ class Condition(ABC):
         """The served values for a reader: "16, 32 or 64"."""
 
     def nearest(self, value: Value) -> Value | None:
-        """The served value closest to `value`; None where there is none."""
+        """The served value closest to `value`; None if there is none."""
         return None
 
     def examples(self) -> Sequence[Value]:
-        """Served values to try where the request leaves the value open, the preferred one first."""
+        """Served values to try if the request leaves the value open, the preferred one first."""
         return ()
 
 

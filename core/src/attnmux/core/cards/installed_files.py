@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUITE = ("attnmux-core", "attnmux-parts", "attnmux-testing")
 OTHERS = (*SUITE, "torch", "triton")
-"""Distributions besides a plugin and its libraries on which an outcome depends."""
+"""Further distributions on which an outcome depends, next to a plugin and its libraries."""
 
 
 def digest(card: BackendCard, distribution: str, *facts: object) -> str:
@@ -104,8 +104,8 @@ def _below(folder: str) -> Iterator[str]:
         if "pyvenv.cfg" in files:
             folders.clear()
             continue
-        folders[:] = [each for each in folders if each[0] != "." and _is_source(each)]
-        yield from (os.path.join(path, each) for each in files if _is_source(each))
+        folders[:] = [name for name in folders if name[0] != "." and _is_source(name)]
+        yield from (os.path.join(path, file) for file in files if _is_source(file))
 
 
 def _is_source(path: str) -> bool:

@@ -20,7 +20,7 @@ KNOWN_BACKENDS: Mapping[str, str] = {
     for distribution, backends in json.loads(KNOWN.read_text(encoding="utf-8")).items()
     for backend in backends
 }
-"""The distribution of each backend of this project: the name belongs to it also where it is not
+"""The distribution of each backend of this project: the name belongs to it also if it is not
 installed, and errors suggest its pip line."""
 
 
@@ -92,7 +92,7 @@ def _how_to_get(backend: str, distribution: str, libraries: Libraries) -> str:
         return f"{backend} comes with {distribution}: pip install {distribution}"
     return (
         f"{backend} belongs to {distribution}, but the installed version {version} does not offer "
-        "it, failed to load (`attnmux backends` says so), or is excluded by the configuration"
+        "it, failed to load (see `attnmux backends`), or is excluded by the configuration"
     )
 
 
@@ -107,7 +107,7 @@ def read_options(
     Raises UnknownBackend for a name that no plugin offers, InvalidInput for an option that the
     backend does not have or a value that the option does not take.
     """
-    found: dict[str, dict[str, OptionValue]] = {}
+    options_by_address: dict[str, dict[str, OptionValue]] = {}
     for backend, values in given.items():
         meant = offers_named(backend, offers, libraries)
         for name, value in values.items():
@@ -121,8 +121,8 @@ def read_options(
                 raise _no_such(backend, name, meant)
             for offer, option in having:
                 read = _read(f"{backend}.{name}", value, option)
-                found.setdefault(offer.address, {})[name] = read
-    return found
+                options_by_address.setdefault(offer.address, {})[name] = read
+    return options_by_address
 
 
 def _no_such(backend: str, name: str, meant: Sequence[Offer]) -> InvalidInput:

@@ -1,4 +1,4 @@
-"""What proves a backend: the runs and the bounds that its card names, and the proof in one word."""
+"""Proof of a backend: the runs and the bounds that its card names, and the proof in one word."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Verified(Plain):
     """The name of the device ("NVIDIA H200"), of the interpreter ("Triton's interpreter"), of the
     compiler ("Triton's compiler"), or of the functions that an emulator stands in for."""
     platform: str = ""
-    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty where
+    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty if
     no device ran the kernels and none was compiled for."""
     interpreted: bool = False
     """Whether an interpreter ran the library's own kernels. Without it and without a platform, an
@@ -44,11 +44,11 @@ class Verified(Plain):
     date: str
     """The day of the run, as 2026-11-21."""
     cases: Whole = 0
-    """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
+    """Cases of the suite that agreed, eagerly and from graphs; 0 if they were not counted."""
     phases: Annotated[
         tuple[str, ...], Check('a tuple of phases, such as ("extend", "decode")')
     ] = ()
-    """The phases that ran, where the card has got others since; empty for all of the card."""
+    """The phases that ran, if the card has got others since; empty for all of the card."""
     kinds: Annotated[
         tuple[str, ...], Check('a tuple of kinds of layers, such as ("mha", "mla")')
     ] = ()
@@ -62,12 +62,12 @@ class Verified(Plain):
             expected = "VENDOR:ARCH, or nothing for an emulator"
             raise refusal("verified, platform", self.platform, expected)
         if self.platform and self.interpreted:
-            expected = "nothing where the kernels were interpreted"
+            expected = "nothing if the kernels were interpreted"
             raise refusal("verified, platform", self.platform, expected)
         if self.compiled and not self.platform:
             raise refusal("verified, platform", self.platform, "that which was compiled for")
         if self.compiled and self.cases:
-            raise refusal("verified, cases", self.cases, "0 where the kernels only compiled")
+            raise refusal("verified, cases", self.cases, "0 if the kernels only compiled")
         try:
             date.fromisoformat(self.date)
         except ValueError:
@@ -81,8 +81,8 @@ class Verified(Plain):
     def covers(self, phase: str = "", kind: str = "") -> bool:
         """Whether the phase ran, on layers of the kind; empty for any."""
         return all(
-            not asked or not ran or asked in ran
-            for asked, ran in ((phase, self.phases), (kind, self.kinds))
+            not wanted or not ran or wanted in ran
+            for wanted, ran in ((phase, self.phases), (kind, self.kinds))
         )
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ ON_A_DEVICE: tuple[Proof, ...] = ("hardware", "other device")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proven:
-    """The runs of a card, each with what it proves, the strongest first."""
+    """The runs of a card, each with its proof, the strongest first."""
 
     WORDS: ClassVar[tuple[Proof, ...]] = get_args(Proof)
     """The strongest first: the backend ran on a device that it serves; its kernels compile for one,
@@ -178,26 +178,28 @@ class Proven:
         """The proof for one machine: a run on another kind of device is one on another device, and
         kernels that compile for another kind prove nothing.
 
-        phases: those that are asked for; the least proven of them counts. layers: the kind of
-        layers that is asked for; empty for any.
+        phases: the requested ones; the least proven of them counts. layers: the requested kind of
+        layers; empty for any.
         """
-        own = f"{platform.vendor}:{platform.arch}"
-        covering = [[run for run in runs if run.covers(one, layers)] for one in phases or [""]]
-        each = [_ordered(some, lambda run: run.platform == own) for some in covering]
-        return max(each, key=lambda one: Proven.WORDS.index(one.word))
+        device = f"{platform.vendor}:{platform.arch}"
+        covering = [[run for run in runs if run.covers(phase, layers)] for phase in phases or [""]]
+        proofs = [_ordered(some, lambda run: run.platform == device) for some in covering]
+        return max(proofs, key=lambda one: Proven.WORDS.index(one.word))
 
 
 def doubt(
     runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
 ) -> str:
-    """A warning where a phase never ran on the platform's kind of device, in layers of the kind;
+    """A warning if a phase never ran on the platform's kind of device, in layers of the kind;
     else empty. layers: empty for any."""
     proof = Proven.on(runs, platform, phases, layers)
     if proof.word == "hardware":
         return ""
-    own = f"{platform.vendor}:{platform.arch}"
+    device = f"{platform.vendor}:{platform.arch}"
     compilers = [run.libraries for word, run in proof.runs if word == "compiled"]
-    compiles = f"; its kernels compile for {own} ({', '.join(compilers[0])})" if compilers else ""
+    compiles = (
+        f"; its kernels compile for {device} ({', '.join(compilers[0])})" if compilers else ""
+    )
     ran = [run for run in runs if not run.compiled]
     return _never_ran(ran, platform, phases, layers) + compiles
 
@@ -212,12 +214,14 @@ def _never_ran(
     if Proven.on(runs, platform).word == "hardware":
         if Proven.on(runs, platform, (), layers).word == "hardware":
             doubted = [
-                one for one in phases if Proven.on(runs, platform, [one], layers).word != "hardware"
+                phase
+                for phase in phases
+                if Proven.on(runs, platform, [phase], layers).word != "hardware"
             ]
             what = f" for {' and '.join(doubted)}"
         else:
             doubted, what = list(phases), f" for {layers}"
-        tried = [run for run in runs if all(run.covers(one, layers) for one in doubted or [""])]
+        tried = [run for run in runs if all(run.covers(phase, layers) for phase in doubted or [""])]
     only = "; ".join(
         dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in tried)
     )
@@ -239,8 +243,8 @@ def _word(run: Verified, is_own: Callable[[Verified], bool]) -> Proof:
 
 
 def _serves(clause: Clause, run: Verified) -> bool:
-    """Whether the clause admits the run's device. A version that the name does not tell, as of a
-    vendor outside the table, is taken to fit."""
+    """Whether the clause admits the run's device. A version that the name does not state, as with a
+    vendor outside the table, counts as fitting."""
     vendor, _, arch = run.platform.partition(":")
     row = VENDORS.get(vendor)
     version = "" if row is None else ".".join(map(str, row.version_of(arch) or ()))

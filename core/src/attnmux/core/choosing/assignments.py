@@ -1,9 +1,9 @@
 """The best assignment: a backend for each group of phases, at one page size and one KV dtype.
 
-The outer loop is over *variants* of the request: first as it is, then with more and more coercible
-values unset. Each variant has its feasible points. At one point the groups are independent: the
-best backend of each group is the best assignment, unless two of these backends exclude each other.
-`coercions` tells what an assignment changed of what was asked.
+The outer loop is over *variants* of the request: first the request itself, then with more and more
+coercible values unset. Each variant has its feasible points. At one point the groups are
+independent: the best backend of each group is the best assignment, unless two of these backends
+exclude each other. `coercions` lists the requested values that an assignment changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Merit = tuple[int, int]
 """(place among the asker's preferences, rank); the smaller is better."""
 
 Key = tuple[object, ...]
-"""What assignments are compared by; the smallest wins."""
+"""A sort key of assignments; the smallest wins."""
 
 Scored = Sequence[tuple[Merit, Offer]]
 
@@ -53,16 +53,16 @@ class Assignment(NamedTuple):
 
 
 def best_assignment(problem: Problem, variants: Sequence[Variant]) -> Assignment | None:
-    """The best assignment with the fewest coercions; None where nothing serves the request."""
+    """The best assignment with the fewest coercions; None if nothing serves the request."""
     for _, alike in groupby(variants, key=lambda variant: len(variant.dropped)):
-        found = [
+        assignments = [
             ranked
             for variant in alike
             for point in feasible_points(problem, variant, candidates_of(problem, variant))
             for ranked in _assignments(problem, point)
         ]
-        if found:
-            return min(found, key=itemgetter(0))[1]
+        if assignments:
+            return min(assignments, key=itemgetter(0))[1]
     return None
 
 
@@ -71,7 +71,7 @@ def best_together(
 ) -> tuple[Assignment, ...] | None:
     """The best assignment of each problem, all at one page size and one KV dtype, with the fewest
     coercions; then with the best merits, those of earlier problems first. Problems whose request
-    sets the KV dtype share only the page size. None where no page size and KV dtype serves all.
+    sets the KV dtype share only the page size. None if no page size and KV dtype serves all.
 
     variants: of each problem.
     """
@@ -102,7 +102,7 @@ def best_together(
         [best.get(stored) or best.get((stored[0], None)) for best in by_storage]
         for stored in by_storage[0]
     ]
-    shared = [[each for each in found if each] for found in all_at if all(found)]
+    shared = [[candidate for candidate in found if candidate] for found in all_at if all(found)]
     if not shared:
         return None
 
@@ -121,7 +121,7 @@ def _assignments(problem: Problem, point: Point) -> Iterator[tuple[Key, Assignme
     for group, offers in zip(problem.groups, fitting, strict=True):
         question = variant.questions[group.phases[0]]
         scored.append(
-            [((preference(one.names), ranking(one, question).value), one) for one in offers]
+            [((preference(offer.names), ranking(offer, question).value), offer) for offer in offers]
         )
     for merits, winners in _compatible(problem, scored):
         tie = _tie(problem, variant, winners)
@@ -138,9 +138,9 @@ def is_compatible(problem: Problem, fitting: Sequence[Sequence[Offer]]) -> bool:
 def _compatible(
     problem: Problem, scored: Sequence[Scored]
 ) -> Iterator[tuple[tuple[Merit, ...], tuple[Offer, ...]]]:
-    """Merits and winners where no winner excludes another, with the best assignment among them.
+    """Merits and winners if no winner excludes another, with the best assignment among them.
 
-    Takes the best backend of each group. Where two of them exclude each other, a solution lacks at
+    Takes the best backend of each group. If two of them exclude each other, a solution lacks at
     least one of the two: both cases are tried.
     """
     merits = tuple(min(merit for merit, _ in group) for group in scored)
@@ -160,18 +160,20 @@ def _compatible(
 
 
 def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
-    """The places of two winners that exclude each other; empty where none do."""
-    for one, other in combinations(range(len(winners)), 2):
-        barred = problem.opponents(winners[one].address, problem.groups[one].lead)
+    """The places of two winners that exclude each other; empty if none do."""
+    for first, other in combinations(range(len(winners)), 2):
+        barred = problem.opponents(winners[first].address, problem.groups[first].lead)
         if problem.groups[other].lead in CACHED_LEADS and winners[other].address in barred:
-            return one, other
+            return first, other
     return ()
 
 
 def _tie(problem: Problem, variant: Variant, winners: tuple[Offer, ...]) -> Key:
     """Breaks a tie: by the values that decode's winner prefers, then by names, then by numbers."""
     request, demands = variant.request, variant.questions[problem.groups[0].phases[0]].demands
-    clause = next((each for each in winners[0].card.clauses if each.meets(demands)), None)
+    clause = next(
+        (admitting for admitting in winners[0].card.clauses if admitting.meets(demands)), None
+    )
     preferred = () if clause is None else clause.page_size.examples()
     stored = () if clause is None else clause.kv_dtype.examples()
     return (
@@ -208,13 +210,13 @@ def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:
 
 def coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
     """The named backends that companions replace, and the values that were left unset."""
-    made = [
+    changes = [
         replace(group.coercion, new=offer.card.name)
         for group, offer in zip(problem.groups, best.winners, strict=True)
         if group.coercion is not None
     ]
     for field in best.variant.dropped:
-        made.append(
+        changes.append(
             Coercion(
                 field=field,
                 old=str(getattr(problem.request, field)),
@@ -223,17 +225,17 @@ def coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
                 origin=problem.request.origins[field],
             )
         )
-    return tuple(made)
+    return tuple(changes)
 
 
 def _because(problem: Problem, best: Assignment, field: str) -> str:
-    asked = problem.variant(problem.request).questions
+    questions = problem.variant(problem.request).questions
     for group, offer in zip(problem.groups, best.winners, strict=True):
         for phase in group.phases:
-            for reason in shortcomings(offer.card, asked[phase]):
+            for reason in shortcomings(offer.card, questions[phase]):
                 if reason.axis == field:
                     return f"{offer.card.name} for {phase} offers {field} {reason.offered}"
             found = problem.findings(offer.address) if offer.advisories else ()
-            for each in refusing(offer, asked[phase], found):
+            for each in refusing(offer, questions[phase], found):
                 return f"{offer.card.name} for {phase} has the finding {each.id}: {each.source}"
     return "the backends of the phases share no other value"

@@ -28,10 +28,10 @@ def by_card(offer: Offer, request: Request) -> list[Reason]:
 
 
 def unbounded(card: BackendCard, request: Request, most: float) -> list[Reason]:
-    """A reason where the card has no bound of `most` for the request's KV dtype."""
+    """A reason if the card has no bound of `most` for the request's KV dtype."""
     stored = request.kv_dtype or request.dtype or ""
-    bounds = [each for each in card.error_bounds if each.kv_dtype.admits(stored)]
-    if any(each.max_error <= most for each in bounds):
+    bounds = [bound for bound in card.error_bounds if bound.kv_dtype.admits(stored)]
+    if any(bound.max_error <= most for bound in bounds):
         return []
     return [too_large(most, " or ".join(map(str, bounds)) or UNPROVEN)]
 

@@ -25,7 +25,7 @@ from attnmux.core.facts.values import LayerGroup
 from attnmux.core.facts.verdicts import Coercion, Verdict
 
 Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
-"""The decision's platform, and what this process knows itself."""
+"""The decision's platform with this process's own facts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +43,11 @@ class Decision(Plain):
     """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
     as measured on this machine. For a step replayed from a graph, the captured size counts."""
     parts: Mapping[str, Served] = field(default_factory=FrozenMapping)
-    """What backends do together, by part: the backends that answer each of its asks, by phase. An
-    ask that is optional and that nothing answers is absent."""
+    """The backends that answer each ask of each part, by phase. An optional ask without an answer
+    is absent."""
     others: tuple[Decision, ...] = ()
-    """For each of `Request.other_layers`, the decision about these layers. The page size is the
-    same in all, and so is the KV dtype but for groups that have their own."""
+    """For each of `Request.other_layers`, the decision about these layers. All share the page size,
+    and the KV dtype except groups with their own."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -83,29 +83,35 @@ class Decision(Plain):
     def choices(self) -> tuple[tuple[str, Choice], ...]:
         """(phase, choice) of every backend that may run: first `phases`, then `decode_sizes`, then
         those of other layers."""
-        own = (*self.phases.items(), *(("decode", each.choice) for each in self.decode_sizes))
-        return (*own, *(pair for each in self.others for pair in each.choices))
+        choices = (
+            *self.phases.items(),
+            *(("decode", decode_size.choice) for decode_size in self.decode_sizes),
+        )
+        return (*choices, *(pair for other in self.others for pair in other.choices))
 
     @property
     def part_choices(self) -> tuple[tuple[str, str, str, Choice], ...]:
         """(part, ask, phase, choice) of every backend that parts use, those of other layers too."""
-        own = (
+        choices = (
             (part, ask, phase, choice)
             for part, served in self.parts.items()
             for ask, phases in served.items()
             for phase, choice in phases.items()
         )
-        return (*own, *(each for other in self.others for each in other.part_choices))
+        return (
+            *choices,
+            *(part_choice for other in self.others for part_choice in other.part_choices),
+        )
 
     def answer(self, part: str, ask: str, phase: str) -> Choice | None:
-        """The backend that answers a part's ask; None where nothing does."""
+        """The backend that answers a part's ask; None if nothing does."""
         return self.parts.get(part, {}).get(ask, {}).get(phase)
 
     @property
     def is_last_resort(self) -> bool:
         """Whether the backend of a phase is not made for the platform, by its rank."""
         winners = {(choice.address, phase) for phase, choice in self.phases.items()}
-        return any(each.is_last_resort for each in self.others) or any(
+        return any(other.is_last_resort for other in self.others) or any(
             verdict.rank is not None and verdict.rank >= Prior.LAST_RESORT
             for verdict in self.candidates
             if (verdict.address, verdict.phase) in winners
@@ -119,7 +125,8 @@ class Decision(Plain):
 
     @property
     def unserved_hint(self) -> str:
-        """What would let `unserved_layers` be served, to follow their names; "" if unknown."""
+        """A hint that follows the names of `unserved_layers`: how they would be served; "" if
+        unknown."""
         trees = self.unserved_layers and self.request.has_trees
         return " (with draft trees: their states follow chains alone, spec_topk=1)" if trees else ""
 
@@ -131,22 +138,23 @@ class Decision(Plain):
         that the decision names, with its options and its plugin's version. It leaves out the
         origins of values, the product's name, and the losers.
         """
-        asked = self.request.to_dict()
-        del asked["origins"]
+        request = self.request.to_dict()
+        del request["origins"]
         if not self.others:
-            del asked["other_layers"]
+            del request["other_layers"]
         if not self.request.parts:
-            del asked["parts"]
+            del request["parts"]
         decided = {
             "platform": [self.platform.vendor, self.platform.arch, self.platform.runtime],
-            "request": asked,
+            "request": request,
             "page_size": self.page_size,
             "kv_dtype": self.kv_dtype,
             "phases": {phase: choice.identity() for phase, choice in self.phases.items()},
         }
         if self.decode_sizes:
             decided["decode_sizes"] = [
-                [each.least, each.most, each.choice.identity()] for each in self.decode_sizes
+                [decode_size.least, decode_size.most, decode_size.choice.identity()]
+                for decode_size in self.decode_sizes
             ]
         if self.parts:
             decided["parts"] = {
@@ -157,7 +165,7 @@ class Decision(Plain):
                 for part, served in self.parts.items()
             }
         if self.others:
-            decided["others"] = [each.hash for each in self.others]
+            decided["others"] = [other.hash for other in self.others]
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode()).hexdigest()
 
@@ -174,37 +182,41 @@ class Decision(Plain):
 
         platform, offers: this process's own. accuracy: `accuracy_by` with this machine's
         measurements; the default goes by the bounds on the cards alone. parts: of this process.
-        Raises InvalidInput with every difference, where this process would compute another hash, or
+        Raises InvalidInput with every difference, if this process would compute another hash, or
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         here = (self.platform, platform, tuple(offers), libraries, accuracy)
-        found = [
+        differences = [
             f"the request demands the part {name}, and the decision has none"
             for name in demanded(self.request)
             if name not in self.parts and name not in DISPENSABLE
         ]
-        found += [each for one in self.groups for each in one._disagreements(here, parts)]
-        if found:
+        differences += [
+            disagreement
+            for group in self.groups
+            for disagreement in group._disagreements(here, parts)
+        ]
+        if differences:
             expected = "one that holds in this process too"
-            raise InvalidInput("decision", got="; ".join(found), expected=expected)
+            raise InvalidInput("decision", got="; ".join(differences), expected=expected)
         object.__setattr__(self, "is_checked", True)
 
     def _disagreements(self, here: Here, parts: Parts) -> list[str]:
-        """What does not hold in this process, of one group of layers."""
-        left, found = self.request, []
+        """Reasons why one group of layers cannot run in this process."""
+        left, differences = self.request, []
         for name, served in self.parts.items():
             part = parts(name)
             if part is None:
-                found.append(absence(name))
+                differences.append(absence(name))
                 continue
             left = part.left(left)
             asks = part.asks(self.request)
             for ask, phases in served.items():
                 if ask in asks:
-                    found += disagreements(phases.items(), asks[ask].request, *here)
+                    differences += disagreements(phases.items(), asks[ask].request, *here)
                 else:
-                    found.append(f"the part {name} does not ask for {ask} here")
-        return [*disagreements(self.choices, left, *here), *found]
+                    differences.append(f"the part {name} does not ask for {ask} here")
+        return [*disagreements(self.choices, left, *here), *differences]
 
     def to_dict(self) -> dict[str, Any]:
         data = {**plain_fields(self), "hash": self.hash}
@@ -244,9 +256,9 @@ class Decision(Plain):
             decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
             parts=FrozenMapping({part: _served(asks) for part, asks in data["parts"].items()}),
             others=tuple(map(cls._read, data["others"])),
-            coercions=tuple(read_fact(Coercion, each) for each in data["coercions"]),
+            coercions=tuple(read_fact(Coercion, entry) for entry in data["coercions"]),
             notes=tuple(data["notes"]),
-            candidates=tuple(read_fact(Verdict, each) for each in data["candidates"]),
+            candidates=tuple(read_fact(Verdict, entry) for entry in data["candidates"]),
         )
         if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"

@@ -30,7 +30,7 @@ def dtype_hint(decision: Decision, offers: Sequence[Offer], policy: Policy) -> s
         except NoBackend:
             continue
         if not _general(other):
-            slow, fast = (_decoding(each) for each in (decision, other))
+            slow, fast = (_decoding(candidate) for candidate in (decision, other))
             return (
                 f"the checkpoint is in {request.dtype}, which {slow} serves here without a kernel "
                 f"of its own: with dtype={dtype}, {fast} serves it"

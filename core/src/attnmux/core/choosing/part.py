@@ -1,4 +1,4 @@
-"""A part: what backends do together that none of them does alone, and what it asks of them."""
+"""A part joins backends, and states which backends it needs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attnmux.core.choosing.choice import Choice
 from attnmux.core.facts.request import Request
 
 Served = Mapping[str, Mapping[str, Choice]]
-"""What answers a part's asks: the backend of each phase, by the ask's name."""
+"""Answers to a part's asks: the backend of each phase, by the ask's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A request that a part makes besides the one that is left for the main backends."""
+    """A further request of a part, next to the one for the main backends."""
 
     request: Request
     is_optional: bool = False
@@ -28,12 +28,13 @@ class Ask:
     """Why another backend may answer than the named one, in words; the decision records it. Empty:
     the named backend answers, or the request is refused."""
     rivals: str = ""
-    """A phase of the main backends. An answer that ranks behind the backend of this phase does not
-    count, and a decision without the phase does not ask."""
+    """A phase of the main backends. An answer must rank at least as high as the backend of this
+    phase. A decision without the phase skips the ask."""
 
 
 class Part(ABC):
-    """One composite: when it runs, what it asks, how it is built, and what it tells a person.
+    """One composite: when it runs, which backends it needs, how it is built, and how it is
+    described.
 
     A package offers an instance as an entry point of the group `attnmux.parts`, under the part's
     name. A request demands it by one of its fields (`OWN_DEMANDS`), or by its name in
@@ -43,7 +44,7 @@ class Part(ABC):
     factory: ClassVar[str]
     """"module:attribute" of a `PartFactory`."""
     after_refusal: ClassVar[bool] = False
-    """Whether it is tried only where no backend serves the whole request."""
+    """Whether it is tried only if no backend serves the whole request."""
     around: ClassVar[Literal["layers", "model"]] = "layers"
     """Whether it is built around the backend of each group of layers that are alike, or once around
     the backend of all of them."""
@@ -62,18 +63,18 @@ class Part(ABC):
         return request
 
     def asks(self, request: Request) -> Mapping[str, Ask]:
-        """What it asks besides, by names of its own. request: of one group of layers if the part is
-        around layers, with page size and KV dtype as decided."""
+        """Further backends that it needs, by names of its own. request: of one group of layers if
+        the part is around layers, with page size and KV dtype as decided."""
         return {}
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
-        """What a person should know of it, a clause each; for `Decision.summary`."""
+        """Facts for the user, a clause each; for `Decision.summary`."""
         return ()
 
 
 PartFactory = Callable[..., Any]
 """`(inner, decision, context, phases) -> AttentionBackend`.
 
-inner: `(context, phases) -> AttentionBackend` makes what lies inside the part, anew at each call.
+inner: `(context, phases) -> AttentionBackend` makes a new backend inside the part at each call.
 decision: of one group of layers if the part is around layers. phases: those that are built.
 """

@@ -34,17 +34,17 @@ OWN_DEMANDS: Mapping[str, Callable[[Request], bool]] = MappingProxyType(
 """By part, whether the fields of a request demand it."""
 
 DISPENSABLE: Mapping[str, bool] = MappingProxyType({"draft_trees": True, "expanded_prompts": False})
-"""Parts without which backends may serve all of the request, as those do that take the masks of
-trees, and absorbed ones; and whether the part may serve what they refuse."""
+"""Optional parts: other backends may serve the whole request, with the masks of trees or absorbed.
+The value says whether the part may serve requests that they refuse."""
 
 Parts = Callable[[str], "Part | None"]
-"""A part's name → the part, None where no installed package brings it."""
+"""A part's name → the part, None if no installed package brings it."""
 
 
 def demanded(request: Request) -> tuple[str, ...]:
     """The parts that a request demands, in the order of their names."""
-    own = [name for name, demands in OWN_DEMANDS.items() if demands(request)]
-    return tuple(sorted({*own, *(name for name, _ in request.parts)}))
+    names = [name for name, demands in OWN_DEMANDS.items() if demands(request)]
+    return tuple(sorted({*names, *(name for name, _ in request.parts)}))
 
 
 def installed_part(name: str) -> Part | None:
@@ -86,7 +86,7 @@ def _loaded(point: EntryPoint) -> Part:
 
 
 def absence(name: str) -> str:
-    """What installs a part that this process lacks, in words."""
+    """A sentence that says how to install a part that this process lacks."""
     if name in OWN_DEMANDS:
         hint = f"pip install {DISTRIBUTION}"
         return f"the part {name} of {DISTRIBUTION} is not installed or not admitted: {hint}"

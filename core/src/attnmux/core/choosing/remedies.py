@@ -25,7 +25,7 @@ Addresses = Mapping[str, None]
 
 
 class Remedies:
-    """Checks the hints of one problem. What is found for a change serves later backends too.
+    """Checks the hints of one problem. The results for a change serve later backends too.
 
     A group is given by its place among the problem's groups.
     """
@@ -63,7 +63,7 @@ class Remedies:
         for other, (wanted, served) in enumerate(zip(allowed, candidates, strict=True)):
             if not any(offer.address in wanted for offer, _ in served):
                 ways = self._ways(other, changes)
-                helping = dict.fromkeys(ways[one] for one in wanted if one in ways)
+                helping = dict.fromkeys(ways[change] for change in wanted if change in ways)
                 return any(
                     self._hold(place, address, changes + way)
                     for way in helping
@@ -79,28 +79,28 @@ class Remedies:
         return False
 
     def _allowed(self, other: int, place: int, address: str) -> Addresses:
-        """The offers that may serve the group `other` where this one serves the group `place`."""
+        """The offers that may serve the group `other` if this one serves the group `place`."""
         if other == place:
             return {address: None}
         groups = self._original.groups
         barred = self._original.opponents(address, groups[place].lead)
         if not barred or groups[other].lead not in CACHED_LEADS:
             return self._addresses[other]
-        return {one: None for one in self._addresses[other] if one not in barred}
+        return {rival: None for rival in self._addresses[other] if rival not in barred}
 
     def _ways_to(self, place: int, changes: Changes) -> Mapping[str, Changes]:
         """By address, the further changes after which an offer serves a phase of the group. An
         offer that no change of the original request helps is not tried after another change."""
         problem, variant, _, _ = self._after(changes)
         known = self._ways(place, ()) if changes else None
-        found = {}
+        ways = {}
         for offer in problem.offers:
             if (known is None or offer.address in known) and not problem.barred(offer.address):
                 questions = [variant.questions[phase] for phase in problem.groups[place].phases]
                 needed = [remedy(offer.card, question) for question in questions]
                 if None not in needed:
-                    found[offer.address] = tuple(next(filter(None, needed), {}).items())
-        return found
+                    ways[offer.address] = tuple(next(filter(None, needed), {}).items())
+        return ways
 
     def _changed(
         self, changes: Changes

@@ -28,27 +28,27 @@ class Library(Plain):
 
     wanted: str
     installed: str
-    """Name and version; empty where it is missing."""
+    """Name and version; empty if it is missing."""
     state: str
     """One of STATES."""
     offered: str
-    """What is installed of each alternative, in words."""
+    """The installed version of each alternative, in words."""
     hint: str
-    """The command that installs it; empty where it is present."""
+    """The command that installs it; empty if it is present."""
 
 
 def required(card: BackendCard, libraries: Libraries, distribution: str) -> Iterator[Library]:
     """The requirements of the card, except those with an alternative whose marker does not hold
     here. distribution: the card's own, for the hints."""
     for alternatives, parsed in _needed_here(card.requirements()):
-        found, states = _standing(parsed, libraries)
+        versions, states = _standing(parsed, libraries)
         state = min(states, key=STATES.index)
-        name, version = found[states.index(state)]
+        name, version = versions[states.index(state)]
         yield Library(
             wanted=" or ".join(alternatives),
             installed="" if version is None else f"{name} {version}".strip(),
             state=state,
-            offered=", ".join(f"{name} {version or 'not installed'}" for name, version in found),
+            offered=", ".join(f"{name} {version or 'not installed'}" for name, version in versions),
             hint="" if state == "present" else install_hint(card, distribution, alternatives[0]),
         )
 
@@ -58,11 +58,13 @@ def _needed_here(
     requirements: tuple[tuple[str, ...], ...],
 ) -> tuple[tuple[tuple[str, ...], tuple[Requirement, ...]], ...]:
     """The alternatives whose markers hold here, as text and parsed."""
-    found = [(texts, tuple(map(parsed_requirement, texts))) for texts in requirements]
+    alternatives = [(texts, tuple(map(parsed_requirement, texts))) for texts in requirements]
     return tuple(
         (texts, parsed)
-        for texts, parsed in found
-        if all(one.marker is None or one.marker.evaluate() for one in parsed)
+        for texts, parsed in alternatives
+        if all(
+            requirement.marker is None or requirement.marker.evaluate() for requirement in parsed
+        )
     )
 
 
@@ -79,7 +81,7 @@ def caveats(card: BackendCard, platform: Platform, libraries: Libraries) -> Iter
 
 
 def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:
-    """The pip line that installs the card's requirements; empty where there are none.
+    """The pip line that installs the card's requirements; empty if there are none.
 
     It names the extra of the card's own distribution, else `requirement` or the card's first.
     """
@@ -93,8 +95,11 @@ def _standing(
     parsed: Sequence[Requirement], libraries: Libraries
 ) -> tuple[list[tuple[str, str | None]], list[str]]:
     """Each alternative's name with its installed version, and its state."""
-    versions = [(one.name, libraries(one.name)) for one in parsed]
-    states = [_state(one, version) for one, (_, version) in zip(parsed, versions, strict=True)]
+    versions = [(requirement.name, libraries(requirement.name)) for requirement in parsed]
+    states = [
+        _state(requirement, version)
+        for requirement, (_, version) in zip(parsed, versions, strict=True)
+    ]
     return versions, states
 
 

@@ -23,12 +23,12 @@ def admits_any(clauses: Iterable[Clause], demands: Sequence[Demand]) -> bool:
 
 
 def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
-    """Why the card does not serve the question: [] where it does.
+    """Why the card does not serve the question: [] if it does.
 
-    The reasons are those of the nearest clause: the one with the fewest failures, where failures of
-    the machine weigh more than values that the asker can change. Among equals, it is the one that
-    needs changes of values that the engine can do without (a page size, not the breadth of a
-    draft). Either all reasons have a hint or none has, as following only some would not help.
+    The reasons are those of the nearest clause: the one with the fewest failures. Failures of the
+    machine weigh more than values that the asker can change. Among equals, it is the one that needs
+    changes of values that the engine can do without (a page size, not the breadth of a draft).
+    Either all reasons have a hint or none has, as following only some would not help.
     """
     failures = [(clause, [*clause.failing(question.demands)]) for clause in card.clauses]
     return _reasons(question, failures)
@@ -43,12 +43,12 @@ def shortcomings_by_phase(
     """
     failures: dict[str, list[tuple[Clause, list[Demand]]]] = {phase: [] for phase in questions}
     for clause in card.clauses:
-        for found in failures.values():
-            found.append((clause, []))
+        for failure in failures.values():
+            failure.append((clause, []))
         for demand in clause.failing(phases):
             for phase in phases[demand]:
                 failures[phase][-1][1].append(demand)
-    return {phase: _reasons(questions[phase], found) for phase, found in failures.items()}
+    return {phase: _reasons(questions[phase], failure) for phase, failure in failures.items()}
 
 
 def _reasons(question: Question, failures: Sequence[Failure]) -> list[Reason]:
@@ -60,11 +60,13 @@ def _reasons(question: Question, failures: Sequence[Failure]) -> list[Reason]:
 
 
 def remedy(card: BackendCard, question: Question) -> Mapping[str, str] | None:
-    """The fields to change, with their new values, so that the card serves the question: {} where
-    it does already, None where no change helps."""
+    """The fields to change, with their new values, so that the card serves the question: {} if
+    it does already, None if no change helps."""
     if not card.clauses:
         return None
-    clause, failed = _nearest([(one, [*one.failing(question.demands)]) for one in card.clauses])
+    clause, failed = _nearest(
+        [(option, [*option.failing(question.demands)]) for option in card.clauses]
+    )
     return _changes(clause, question, failed) or None if failed else {}
 
 
@@ -86,7 +88,7 @@ def changed(request: Request, changes: tuple[tuple[str, str], ...]) -> Request:
 
 
 def _changes(clause: Clause, question: Question, failed: Sequence[Demand]) -> dict[str, str]:
-    """By field, the values with which the clause serves the question; {} where none are enough.
+    """By field, the values with which the clause serves the question; {} if none are enough.
 
     A change can make another axis fail: an unset KV dtype follows the dtype.
     """

@@ -63,10 +63,10 @@ def solve(
     libraries: those that count. None: those of this environment if the platform is here
     (`Platform.is_here`), else all that a card requires.
 
-    Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
+    Raises NoBackend, with every verdict, if nothing serves the request; UnknownBackend or
     InvalidInput for a name or an option in `policy` that cannot be used, for arguments of other
-    types, for two offers with the same address, and where pages are chosen and the dtype is open or
-    the page size does not fit the budget.
+    types, for two offers with the same address, and for chosen pages with an open dtype or a page
+    size that does not fit the budget.
     """
     policy, offers = Policy() if policy is None else policy, _in_order(offers)
     _check_kinds(request, platform, policy)
@@ -85,8 +85,8 @@ def solve(
     )
 
     def rank(one: Decision, phase: str) -> int:
-        asked = Question(request=one.request, platform=platform, phase=phase)
-        return ranking(by_address[one.phases[phase].address], asked).value
+        question = Question(request=one.request, platform=platform, phase=phase)
+        return ranking(by_address[one.phases[phase].address], question).value
 
     def main(left: Request) -> list[Decision]:
         problems = [
@@ -101,8 +101,8 @@ def solve(
     try:
         mains = main(left)
     except NoBackend as refused:
-        for each in after_refusal:
-            tried, used = left_by(left, [each]), inside_first([each, *always])
+        for trial in after_refusal:
+            tried, used = left_by(left, [trial]), inside_first([trial, *always])
             with suppress(NoBackend):
                 return asking.served(main(tried), request, tried, used)
         hints = [absence(name) for name in missing if DISPENSABLE[name]]
@@ -115,20 +115,20 @@ def solve(
 
 
 def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries) -> list[Decision]:
-    """A decision for each group of layers that are alike, all with one page size and, but for
-    groups that have their own, one KV dtype: each phase has a backend whose card admits all of it.
+    """A decision for each group of layers that are alike, all with one page size and, except groups
+    with their own, one KV dtype: each phase has a backend whose card admits all of it.
 
-    Raises NoBackend for the first group that nothing serves, and where no page size and KV dtype
+    Raises NoBackend for the first group that nothing serves, and if no page size and KV dtype
     serves all groups.
     """
     variants = [problem.variants() for problem in problems]
     best = best_together(problems, variants)
     if best is None:
         raise _refused(request, problems, variants)
-    given = read_options(problems[0].policy.options, problems[0].offers, libraries)
+    options = read_options(problems[0].policy.options, problems[0].offers, libraries)
     return [
-        _decision(problem, alike, one, given)
-        for problem, alike, one in zip(problems, variants, best, strict=True)
+        _decision(problem, alike, assignment, options)
+        for problem, alike, assignment in zip(problems, variants, best, strict=True)
     ]
 
 
@@ -182,15 +182,15 @@ def _problem(
 
 
 def _check_kinds(request: object, platform: object, policy: object) -> None:
-    """Raise InvalidInput for texts and mappings in the place of what is made of them."""
-    for name, given, kind, such_as in (
+    """Raise InvalidInput for texts and mappings in place of a request or a platform."""
+    for name, value, kind, such_as in (
         ("request", request, Request, 'Request.parse("dtype=bf16,page_size=16")'),
         ("platform", platform, Platform, f'Platform.parse("{EXAMPLE}")'),
         ("policy", policy, Policy, "Policy(backend=NAME)"),
     ):
-        if not isinstance(given, kind):
+        if not isinstance(value, kind):
             expected = f"a {kind.__name__}, such as {such_as}"
-            raise InvalidInput(name, got=f"one of type {type(given).__name__}", expected=expected)
+            raise InvalidInput(name, got=f"one of type {type(value).__name__}", expected=expected)
 
 
 def _in_order(given: object) -> tuple[Offer, ...]:

@@ -10,14 +10,14 @@ from attnmux.core.choosing.parts import Parts, absence
 
 def summary(decision: Any, parts: Parts) -> str:  # noqa: ANN401  # a Decision, whose module imports this one
     """One line: the backend of each phase, the machine, and why each backend won."""
-    said = _said(decision, parts)
+    clauses = _said(decision, parts)
     for group, other in zip(decision.request.other_layers, decision.others, strict=True):
-        said += [f"for {group}: {'; '.join(_said(other, parts))}"]
+        clauses += [f"for {group}: {'; '.join(_said(other, parts))}"]
     where = decision.platform.name or str(decision.platform)
     stored = f"page size {decision.page_size}, KV in {decision.kv_dtype}"
     notes = [*decision.notes, *(note for other in decision.others for note in other.notes)]
     noted = "".join(f"; note: {note}" for note in notes)
-    return f"{'; '.join(said)}; on {where}, {stored}{noted}"
+    return f"{'; '.join(clauses)}; on {where}, {stored}{noted}"
 
 
 def _said(decision: Any, parts: Parts) -> list[str]:  # noqa: ANN401  # as above
@@ -34,25 +34,25 @@ def _said(decision: Any, parts: Parts) -> list[str]:  # noqa: ANN401  # as above
     for phase, choice in decision.phases.items():
         if phase not in elsewhere:
             served.setdefault(choice.address, []).append(phase)
-    said = []
+    clauses = []
     for phases in served.values():
         won = decision.phases["decode" if "decode" in phases else phases[0]]
-        said.append(f"{won} serves {_listed(phases)}, {_standing(decision, won, phases)}")
-    said += [
-        f"{each.choice} serves decode of {each} requests, "
-        f"saving at least {each.gain:.0%} of the time (measured)"
-        for each in decision.decode_sizes
+        clauses.append(f"{won} serves {_listed(phases)}, {_standing(decision, won, phases)}")
+    clauses += [
+        f"{size.choice} serves decode of {size} requests, "
+        f"saving at least {size.gain:.0%} of the time (measured)"
+        for size in decision.decode_sizes
     ]
     for name, part in known.items():
-        asked = decision.request, decision.parts[name]
-        said += [absence(name)] if part is None else part.lines(*asked)
+        subject = decision.request, decision.parts[name]
+        clauses += [absence(name)] if part is None else part.lines(*subject)
     if decision.request.compressed_layers:
         layers = [f"{count} {kind}" for kind, count in decision.request.compressed_layers]
-        said.append(
+        clauses.append(
             "the engine, such as attnmux-transformers, serves the keys of blocks in "
             f"{_listed(layers)} layers, merged with their windows by LSE"
         )
-    return said
+    return clauses
 
 
 def _standing(decision: Any, choice: Choice, phases: list[str]) -> str:  # noqa: ANN401  # as above

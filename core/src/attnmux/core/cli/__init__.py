@@ -36,8 +36,8 @@ def main() -> None:
 def answers_apart() -> Iterator[None]:
     """Write `sys.stdout` to a copy of descriptor 1, and let descriptor 1 write to stderr.
 
-    Kernel libraries, drivers and their processes print to descriptor 1 at any time. Where a
-    descriptor is closed, nothing changes. Raises OSError where the answer cannot be written.
+    Kernel libraries, drivers and their processes print to descriptor 1 at any time. If a
+    descriptor is closed, nothing changes. Raises OSError if the answer cannot be written.
     """
     stdout = sys.stdout
     try:

@@ -1,4 +1,4 @@
-"""What a verb asks, and the answer for one machine: of `select` and of verbs that measure."""
+"""The request of a verb and the answer for one machine: for `select` and verbs that measure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 def _is_carried(offers: Sequence[Offer], device: Platform) -> bool:
-    return any(each.hold_on(device) for offer in offers for each in offer.figures)
+    return any(figure.hold_on(device) for offer in offers for figure in offer.figures)
 
 
 ASSUME = (
@@ -126,16 +126,16 @@ def machine(
     decides among several kinds of its type.
     """
     if wanted is None:
-        found = run.detect(plugins)
+        detection = run.detect(plugins)
         kind = device.partition(":")[0]
-        if sum(one.device_type == kind for one in found.platforms) > 1:
+        if sum(platform.device_type == kind for platform in detection.platforms) > 1:
             import torch  # noqa: PLC0415  # most questions need none
 
             from attnmux.core.engines.device_platforms import platform_of  # noqa: PLC0415  # imports torch
 
             named = settings.where("platform")
-            return platform_of(torch.device(device), found, settings.platform, named=named)
-        return found.pick(settings.platform, named=settings.where("platform"))
+            return platform_of(torch.device(device), detection, settings.platform, named=named)
+        return detection.pick(settings.platform, named=settings.where("platform"))
     if Platform.describes(wanted):
         return Platform.parse(wanted)
     try:
@@ -161,8 +161,8 @@ def ask(
 ) -> Asked:
     """Decide for one machine, with the warnings that belong to it.
 
-    graphs: whether graphs are asked for where the device has them. of_engine: makes the request
-    that an engine asks instead; it raises NoBackend for what it refuses.
+    graphs: whether to request graphs if the device has them. of_engine: makes an engine's request
+    instead; it raises NoBackend for requests that it refuses.
     """
     device = machine(run, settings, plugins, platform)
     policy, offers = settings.policy(**given), plugins.offers()
@@ -180,19 +180,21 @@ def ask(
         answer = refusal
     if not device.is_here or isinstance(answer, NoBackend):
         _warn_of_absent_plugin(run, offers, device.vendor)
-    told = (request, device, policy, offers, settings, given, platform, answer)
-    return Asked(*told, measurements=measurements)
+    fields = (request, device, policy, offers, settings, given, platform, answer)
+    return Asked(*fields, measurements=measurements)
 
 
 def with_eager_note(decision: Decision) -> Decision:
-    """A note instead of the change if graphs that only the platform asked for were dropped."""
+    """A note instead of the change if graphs were dropped that only the platform requested."""
     dropped = [
-        each for each in decision.coercions if (each.field, each.origin) == ("graph", "platform")
+        coercion
+        for coercion in decision.coercions
+        if (coercion.field, coercion.origin) == ("graph", "platform")
     ]
     if not dropped:
         return decision
     note = f"decode runs eagerly, without device graphs: {dropped[0].because}"
-    kept = tuple(each for each in decision.coercions if each not in dropped)
+    kept = tuple(coercion for coercion in decision.coercions if coercion not in dropped)
     return replace(decision, coercions=kept, notes=(*decision.notes, note))
 
 

@@ -1,4 +1,4 @@
-"""What a shell completes: backends, engines and platforms."""
+"""Completions for a shell: backends, engines and platforms."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def tried(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    told: dict[str, list[dict[str, Any]]] = {}
-    for each in diagnosis.backends:
-        told.setdefault(each.offer.plugin, []).append(each.to_dict())
+    by_plugin: dict[str, list[dict[str, Any]]] = {}
+    for backend in diagnosis.backends:
+        by_plugin.setdefault(backend.offer.plugin, []).append(backend.to_dict())
     return {
         "python": sys.version.split()[0],
         "core": installed_version("attnmux-core"),
@@ -89,7 +89,7 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "status": _status(plugin),
                 "seconds": round(plugin.seconds, 3),
                 "platforms": [str(platform) for platform in plugin.platforms],
-                "backends": told.get(plugin.name, []) if plugin.cards else [],
+                "backends": by_plugin.get(plugin.name, []) if plugin.cards else [],
                 "failures": plain(plugin.failures),
             }
             for plugin in diagnosis.plugins
@@ -144,7 +144,7 @@ def _print_plugins(console: Console, diagnosis: Diagnosis) -> None:
                 f"{plugin.distribution} {plugin.version}".strip(),
                 str(len(plugin.cards) or ""),
                 f"{plugin.seconds:.2f} s" if plugin.seconds else "",
-                ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
+                ", ".join(f"{platform.vendor}:{platform.arch}" for platform in plugin.platforms),
                 ": ".join(filter(None, (_status(plugin), errors))),
             )
         )
@@ -158,14 +158,14 @@ def _status(plugin: Plugin) -> str:
 
 
 def _print_backends(console: Console, diagnosis: Diagnosis) -> None:
-    here = [each for each in diagnosis.backends if each.here != ELSEWHERE]
+    here = [backend for backend in diagnosis.backends if backend.here != ELSEWHERE]
     rows = []
-    for each in here:
+    for diagnosed in here:
         # Installing a library helps only where nothing else is missing
-        lines = "\n".join(_libraries(each)) if each.here in (READY, LACKING) else ""
-        rows.append((each.offer.address, proof_cell(each.proof), each.here, lines))
+        lines = "\n".join(_libraries(diagnosed)) if diagnosed.here in (READY, LACKING) else ""
+        rows.append((diagnosed.offer.address, proof_cell(diagnosed.proof), diagnosed.here, lines))
     print_rows(console, ("backend", "proof", "here", "libraries"), rows)
-    others = [each.offer.address for each in diagnosis.backends if each not in here]
+    others = [backend.offer.address for backend in diagnosis.backends if backend not in here]
     print_elsewhere(console, others, "attnmux backends --all")
 
 
@@ -175,7 +175,7 @@ def _libraries(backend: Backend) -> Iterator[str]:
         if library.state == "present":
             yield library.installed
             continue
-        found = f" ({library.installed})" if library.installed else ""
-        yield f"{library.wanted}: {library.state}{found}"
+        version = f" ({library.installed})" if library.installed else ""
+        yield f"{library.wanted}: {library.state}{version}"
         if library.hint:
             yield library.hint

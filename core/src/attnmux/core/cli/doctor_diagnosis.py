@@ -74,7 +74,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         problems += _without_backend(plugins, backends, picked)
         cards = [card for plugin in plugins for card in plugin.cards]
         notes += [*serving_builds(cards, picked), *lacking_compiler(cards, picked)]
-        ready = [each.offer.card for each in backends if each.here == READY]
+        ready = [backend.offer.card for backend in backends if backend.here == READY]
         notes += [note for card in ready for note in caveats(card, picked, installed_version)]
         notes += uncounted(plugins, backends, picked)
     return Diagnosis(
@@ -107,7 +107,7 @@ def _leaving_out(name: str) -> str:
 
 def _other_contracts(backends: Sequence[Backend]) -> Iterator[str]:
     """Cards written for another version of the contract."""
-    for offer, reasons in ((each.offer, each.reasons) for each in backends):
+    for offer, reasons in ((backend.offer, backend.reasons) for backend in backends):
         for reason in reasons:
             if reason.code == "CONTRACT":
                 yield (
@@ -131,14 +131,14 @@ def _without_backend(
     plugins: Sequence[Plugin], backends: Sequence[Backend], picked: Platform
 ) -> Iterator[str]:
     """If no backend for this machine is ready: the commands that would make one run."""
-    candidates = [each for each in backends if each.fits(picked)]
-    if not plugins or not all(each.reasons for each in candidates):
+    candidates = [backend for backend in backends if backend.fits(picked)]
+    if not plugins or not all(candidate.reasons for candidate in candidates):
         return
     lines = [
         library.hint
-        for each in candidates
-        if {reason.code for reason in each.reasons} == {"LIBRARY"}
-        for library in each.libraries
+        for candidate in candidates
+        if {reason.code for reason in candidate.reasons} == {"LIBRARY"}
+        for library in candidate.libraries
         if library.hint
     ]
     portable = VENDORS["cpu"].distribution
@@ -151,8 +151,8 @@ def _without_backend(
 
 def _ambiguous_names(backends: Sequence[Backend]) -> Iterator[str]:
     addresses: dict[str, list[str]] = {}
-    for each in backends:
-        addresses.setdefault(each.offer.card.name, []).append(each.offer.address)
+    for backend in backends:
+        addresses.setdefault(backend.offer.card.name, []).append(backend.offer.address)
     for name, sharing in addresses.items():
         if len(sharing) > 1:
             yield f"{name} is the name of several backends: say {' or '.join(sorted(sharing))}"

@@ -3,9 +3,9 @@
 An integration advertises a module in the entry-point group `attnmux.engines`, as NAME = MODULE,
 with the functions of `Integration`. The module imports neither the engine nor torch.
 
-The request of a model becomes that of the engine (`ask`), which the verb solves. What a decision
-rests on is on the line that starts the engine: settings of attnmux as variables, which are the
-verb's part, and all else as the engine's own words (`launch`).
+The request of a model becomes that of the engine (`ask`), which the verb solves. The line that
+starts the engine has all inputs of a decision: the verb writes attnmux's settings as variables, and
+`launch` the engine's own options.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Integration(Protocol):
     def ask(self, request: Request, platform: Platform) -> Request:
         """The request that the integration makes in the engine, for a model with this one.
 
-        A field that the engine neither reads from the model nor takes as an option is refused,
-        and so is whatever the integration refuses when the engine starts. A `graph` that is not the
-        user's is left out where nothing serves it.
+        A field that the engine neither reads from the model nor has an option for is refused, and
+        so are requests that the integration refuses when the engine starts. A `graph` that is not
+        the user's is dropped if no backend serves it.
         """
 
     def launch(
         self, decision: Decision, model: str, *, tp: int, kv_dtype_skip: str | None
     ) -> list[str]:
-        """The words of the engine's own command, which carry all that the decision rests on: tp,
-        dtype, KV dtype, page size, determinism, drafts, the device. model: a folder or a hub id.
+        """The options of the engine's own command, with all inputs of the decision: tp, dtype, KV
+        dtype, page size, determinism, drafts, the device. model: a folder or a hub id.
         tp: ranks that share the heads. kv_dtype_skip: layers that keep K and V in the model's
         dtype, as `request_from_model` takes them.
 
@@ -88,14 +88,14 @@ class Engine:
     module: Integration
 
     def ask(self, request: Request, platform: Platform) -> Request:
-        """The integration's request. Raises NoBackend for what it refuses."""
+        """The integration's request. Raises NoBackend for requests that it refuses."""
         return self._called(lambda: self.module.ask(request, platform))
 
     def lines(
         self, asked: Asked, model: str | None, *, tp: int, skip: str | None, measured: bool
     ) -> tuple[str, ...]:
         """The line that installs the engine on the decision's machine, and the one that starts it;
-        none where not all layers have a backend. model, tp, skip: as `requested` takes them.
+        none if not all layers have a backend. model, tp, skip: as `requested` takes them.
 
         Raises NoBackend for a decision that the engine cannot follow.
         """
@@ -124,7 +124,7 @@ class Engine:
 
 
 def engine_named(name: str, settings: Settings) -> Engine:
-    """The installed integration of that engine. Raises InvalidInput where there is none, and
+    """The installed integration of that engine. Raises InvalidInput if there is none, and
     AttnmuxError for one that cannot be imported."""
     allow, deny = settings.plugin_filter()
     known = {
@@ -173,8 +173,8 @@ def _plugins(decision: Decision, asked: Asked) -> Iterator[str]:
         owner = identity(point.dist)[0]
         if point.name.endswith(f".{device.device_type}") and is_admitted(owner, allow, deny):
             extras.setdefault(owner, set())
-    for distribution, own in extras.items():
-        yield f"{distribution}[{','.join(sorted(own))}]" if own else distribution
+    for distribution, extra in extras.items():
+        yield f"{distribution}[{','.join(sorted(extra))}]" if extra else distribution
 
 
 def _choices(decision: Decision) -> Iterator[Choice]:
@@ -186,26 +186,26 @@ def _choices(decision: Decision) -> Iterator[Choice]:
 def _variables(asked: Asked, *, measured: bool) -> Iterator[tuple[str, str]]:
     """(setting, value) of all that the command line set for attnmux itself. measured: whether
     measurements counted."""
-    given, settings, policy = asked.given, asked.settings, asked.policy
-    if given["without"]:
-        got, expected = ", ".join(sorted(given["without"])), "none with --engine, which has them"
+    flags, settings, policy = asked.given, asked.settings, asked.policy
+    if flags["without"]:
+        got, expected = ", ".join(sorted(flags["without"])), "none with --engine, which has them"
         raise InvalidInput("--without", got=got, expected=expected)
     for name in NAMING:
         overruled = getattr(settings, name) and getattr(policy, name) is None
-        if given.get(name) or overruled:
-            yield name, given.get(name) or ""
+        if flags.get(name) or overruled:
+            yield name, flags.get(name) or ""
     options = [
         f"{backend}.{option}={value}"
         for backend, values in policy.options.items()
         for option, value in values.items()
     ]
-    said = {name for name, source in settings.sources.items() if source.startswith("--")}
+    from_options = {name for name, source in settings.sources.items() if source.startswith("--")}
     set_here = {
-        "options": ",".join(options) if given["options"] else "",
-        "allow_coercion": "true" if given["allow_coercion"] else "",
+        "options": ",".join(options) if flags["options"] else "",
+        "allow_coercion": "true" if flags["allow_coercion"] else "",
         "no_measurements": "" if measured else "true",
         "platform": asked.platform or "" if asked.device.is_here else "",
-        "no_plugins": "true" if "no_plugins" in said else "",
-        "no_shipped_figures": "true" if "no_shipped_figures" in said else "",
+        "no_plugins": "true" if "no_plugins" in from_options else "",
+        "no_shipped_figures": "true" if "no_shipped_figures" in from_options else "",
     }
     yield from ((name, value) for name, value in set_here.items() if value)

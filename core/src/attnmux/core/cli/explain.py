@@ -1,4 +1,4 @@
-"""`attnmux explain`: what each reason code means, and what a user can do about it."""
+"""`attnmux explain`: the meaning of each reason code, and its remedy."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def explain(run: Run, as_json: bool, codes: tuple[str, ...]) -> None:
             guess = f"a reason code, such as {near}" if near else "a reason code"
             expected = f"{guess} (attnmux explain lists them)"
             raise InvalidInput("CODE", got=repr(code), expected=expected)
-    asked = {code.upper(): known[code.upper()] for code in codes} or known
+    chosen = {code.upper(): known[code.upper()] for code in codes} or known
     if as_json:
-        run.echo_json(asked)
+        run.echo_json(chosen)
         return
     from attnmux.core.cli.render import render_codes  # noqa: PLC0415  # rich is slow to import
 
-    render_codes(asked)
+    render_codes(chosen)

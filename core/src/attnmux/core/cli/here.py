@@ -1,4 +1,4 @@
-"""What each backend lacks to run on this machine: libraries, a compiler, or the right build."""
+"""Gaps that keep each backend from this machine: libraries, a compiler, or the right build."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def backends_here(
     present: Iterable[Platform],
     libraries: Libraries = installed_version,
 ) -> tuple[Backend, ...]:
-    """The offers with what each lacks. present: this machine's devices."""
+    """The offers with the gaps of each. present: this machine's devices."""
     devices = tuple(present)
     return tuple(
         Backend(
@@ -108,7 +108,7 @@ def lacking_compiler(cards: Iterable[BackendCard], platform: Platform) -> tuple[
 
 
 def serving_builds(cards: Iterable[BackendCard], platform: Platform) -> tuple[str, ...]:
-    """A line for each card with several builds, one of which the platform runs."""
+    """A line for each card with several builds, if the platform runs one of them."""
     lines = []
     for card in cards:
         if (build := card.build(platform)) and _fits(card, platform):

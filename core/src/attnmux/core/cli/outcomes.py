@@ -39,7 +39,7 @@ class Outcome(Plain):
     standing: Standing
     rank: int | None
     why: str = ""
-    """In words; empty where the reasons are enough."""
+    """In words; empty if the reasons are enough."""
     source: str = ""
     """Where the rank comes from, of a chosen backend or of one that was measured."""
     proof: str = ""
@@ -64,24 +64,24 @@ def outcomes_of_refusal(
     offers: Iterable[Offer],
     policy: Policy,
 ) -> tuple[Outcome, ...]:
-    """The outcomes where nothing was decided: each candidate's reasons, named backends first."""
+    """The outcomes without a decision: each candidate's reasons, named backends first."""
     account = _Account(request, platform, offers, policy)
     served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
     unserved = [phase for phase in request.phases if phase not in served]
     blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
-    found = []
+    outcomes = []
     for verdict in candidates:
         named = policy.named_for(account.leads[verdict.phase])
         other = f"{named[1]} was named" if named else blocked
         why = "" if verdict.verdict == "rejected" else f"fits, but {other}"
-        found.append(account.told(verdict, verdict.verdict, why, verdict.reasons))
+        outcomes.append(account.told(verdict, verdict.verdict, why, verdict.reasons))
 
     def is_other(outcome: Outcome) -> bool:
         offer = account.cards.get(f"{outcome.plugin}/{outcome.backend}")
         names = (policy.named_for(account.leads[phase]) for phase in outcome.phases)
         return offer is None or not any(named and named[1] in offer.names for named in names)
 
-    return tuple(sorted(_joined(found), key=is_other))
+    return tuple(sorted(_joined(outcomes), key=is_other))
 
 
 def joined_by_first_reason(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
@@ -152,8 +152,8 @@ class _Decided(_Account):
             "page_size": f"page size {self.decision.page_size}",
             "kv_dtype": f"KV in {self.decision.kv_dtype}",
         }
-        said = [text for axis, text in decided.items() if axis in axes]
-        return f"at the decided {' and '.join(said)}" if said else "with what was decided"
+        texts = [text for axis, text in decided.items() if axis in axes]
+        return f"at the decided {' and '.join(texts)}" if texts else "with what was decided"
 
     def _why_chosen(self, verdict: Verdict) -> str:
         lead = self.leads[verdict.phase]
@@ -216,12 +216,12 @@ def _grouped(each: Iterable[Outcome], key: Callable[[Outcome], Outcome]) -> tupl
     groups: dict[Outcome, list[Outcome]] = {}
     for outcome in each:
         groups.setdefault(key(outcome), []).append(outcome)
-    found = []
+    outcomes = []
     for alike in groups.values():
-        phases = sorted((phase for one in alike for phase in one.phases), key=PHASES.index)
+        phases = sorted((phase for member in alike for phase in member.phases), key=PHASES.index)
         longest = max(alike, key=lambda one: len(one.reasons))
-        found.append(replace(longest, phases=tuple(phases)))
-    return tuple(found)
+        outcomes.append(replace(longest, phases=tuple(phases)))
+    return tuple(outcomes)
 
 
 def _place(outcome: Outcome) -> tuple[int, int, int, int, str, str]:

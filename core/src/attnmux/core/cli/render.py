@@ -52,14 +52,15 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
 
 def render_backends(backends: Sequence[Backend], *, every: bool = False) -> None:
     """A row for each backend that this machine's devices could run, or, with `every`, for each,
-    with the commands that install what it lacks if nothing but libraries is missing."""
-    shown = [each for each in backends if every or each.here != ELSEWHERE]
+    with the commands that install missing libraries if nothing else is missing."""
+    shown = [backend for backend in backends if every or backend.here != ELSEWHERE]
     rows = [
-        (each.offer.address, proof_cell(each.proof), each.here, _with_hints(each)) for each in shown
+        (backend.offer.address, proof_cell(backend.proof), backend.here, _with_hints(backend))
+        for backend in shown
     ]
     console = plain_console()
     print_rows(console, ("backend", "proof", "here", "summary"), rows)
-    others = [each.offer.address for each in backends if each not in shown]
+    others = [backend.offer.address for backend in backends if backend not in shown]
     print_elsewhere(console, others, "--all")
 
 
@@ -78,7 +79,7 @@ def render_machines(asked: Sequence[Asked]) -> None:
     phases = asked[0].request.phases
     cards = {offer.address: offer.card for offer in asked[0].offers}
     rows: list[tuple[str, ...]] = []
-    for device, answer in ((each.device, each.answer) for each in asked):
+    for device, answer in ((query.device, query.answer) for query in asked):
         if isinstance(answer, NoBackend):
             note = str(answer).partition("\n")[0]
             rows.append((str(device), *[""] * len(phases), "", "", note))
@@ -89,9 +90,9 @@ def render_machines(asked: Sequence[Asked]) -> None:
             served.setdefault(choice, []).append(phase)
         proofs = {
             choice.backend: Proven.on(
-                cards[choice.address].verified_on, device, own, answer.request.kind
+                cards[choice.address].verified_on, device, served_phases, answer.request.kind
             ).word
-            for choice, own in served.items()
+            for choice, served_phases in served.items()
             if choice.address in cards
         }
         notes = [f"{change.field} became {change.new}" for change in answer.coercions]
@@ -137,17 +138,17 @@ def render_decision(
         )
         console.print(Text(line, style="yellow"))
     console.print()
-    for layers, told in (("", explanation.outcomes), *explanation.others):
+    for layers, outcomes in (("", explanation.outcomes), *explanation.others):
         if layers:
             console.print()
             console.print(Text(f"{layers}:", style="bold"))
         if explain:
-            _print_chosen(console, told, len(decision.phases))
+            _print_chosen(console, outcomes, len(decision.phases))
             for doubt in () if layers else explanation.doubts:
                 console.print(Text(doubt, style="dim"))
-            _print_losers(console, told, len(decision.phases), every=every)
+            _print_losers(console, outcomes, len(decision.phases), every=every)
         else:
-            _print_fitting(console, told, len(decision.phases))
+            _print_fitting(console, outcomes, len(decision.phases))
     if explain:
         for figured in explanation.figures:
             _print_figures(console, figured)
@@ -180,15 +181,17 @@ def _print_chosen(console: Console, told: Sequence[Outcome], phases: int) -> Non
 
 def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, every: bool) -> None:
     lost = [_machine_first(outcome) for outcome in told if outcome.standing != "chosen"]
-    near = [each for each in lost if not each.reasons or each.reasons[0].axis != "vendor"]
+    near = [
+        outcome for outcome in lost if not outcome.reasons or outcome.reasons[0].axis != "vendor"
+    ]
     shown = lost if every else joined_by_first_reason(near)
-    rows = [(*_candidate(each, phases), _against(each, every=every)) for each in shown]
+    rows = [(*_candidate(outcome, phases), _against(outcome, every=every)) for outcome in shown]
     if rows:
         console.print()
-        styles = ["" if each.standing == "fits" else REFUSED for each in shown]
+        styles = ["" if outcome.standing == "fits" else REFUSED for outcome in shown]
         columns = ("for", "not chosen", "plugin", "rank", "proof", "because")
         print_rows(console, columns, rows, styles)
-    elsewhere = sorted({each.backend for each in lost} - {each.backend for each in shown})
+    elsewhere = sorted({outcome.backend for outcome in lost} - {each.backend for each in shown})
     print_elsewhere(console, elsewhere, "--all")
 
 
@@ -215,8 +218,12 @@ def _print_figures(console: Console, figured: Figured) -> None:
 
 def _print_values(console: Console, values: Sequence[Stated]) -> None:
     rows = [
-        (each.name, each.origin, f"{each.value} ({each.source})" if each.source else each.value)
-        for each in values
+        (
+            value.name,
+            value.origin,
+            f"{value.value} ({value.source})" if value.source else value.value,
+        )
+        for value in values
     ]
     console.print()
     print_rows(console, ("field", "set by", "value"), rows)

@@ -71,7 +71,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
     "engine_name",
     metavar="NAME",
     shell_complete=ENGINES,
-    help="Ask what this engine asks, and print its commands: vllm, sglang.",
+    help="Make this engine's request, and print its commands: vllm, sglang.",
 )
 @click.option(
     "--explain",
@@ -129,37 +129,37 @@ def select(
     measured = not no_measurements
     # A request keeps no flag that is off
     graphs = "graph" not in parse_fields(fields)
-    one = partial(
+    ask_machine = partial(
         ask, run, settings, plugins, request, given=given, measured=measured, graphs=graphs
     )
     of_engine = None if engine is None else engine.ask
-    asked = [one(platform, of_engine=of_engine) for platform in platforms or (None,)]
+    queries = [ask_machine(platform, of_engine=of_engine) for platform in platforms or (None,)]
     lines: tuple[str, ...] = ()
     if engine is not None:
         try:
-            lines = engine.lines(asked[0], model, tp=tp, skip=skip, measured=measured)
+            lines = engine.lines(queries[0], model, tp=tp, skip=skip, measured=measured)
         except NoBackend as refusal:
-            asked[0] = asked[0]._replace(answer=refusal)
-    told = {**_answered(asked[0]), "warnings": run.warnings}
-    told |= dict(zip(("install", "launch"), lines, strict=False))
-    if len(asked) > 1:
-        _compare(run, asked, as_json=as_json)
+            queries[0] = queries[0]._replace(answer=refusal)
+    data = {**_answered(queries[0]), "warnings": run.warnings}
+    data |= dict(zip(("install", "launch"), lines, strict=False))
+    if len(queries) > 1:
+        _compare(run, queries, as_json=as_json)
     elif as_json and not in_full:
-        run.echo_json(told)
+        run.echo_json(data)
     else:
         # Plain JSON is for programs, which should not wait for these imports
         from attnmux.core.cli.select_explained import explained  # noqa: PLC0415
 
-        explanation = explained(asked[0], model=model or "", tp=tp, skip=skip)
+        explanation = explained(queries[0], model=model or "", tp=tp, skip=skip)
         if explain not in (None, EVERY):
-            explanation, every = explanation.of(offers_named(explain, asked[0].offers)), True
+            explanation, every = explanation.of(offers_named(explain, queries[0].offers)), True
         if as_json:
-            run.echo_json({**told, "explanation": explanation.to_dict()})
+            run.echo_json({**data, "explanation": explanation.to_dict()})
         else:
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow
 
-            render_answer(asked[0], explanation, lines, explain=in_full, every=every)
-    _raise_refusals([each.answer for each in asked], in_brief=in_full and not as_json)
+            render_answer(queries[0], explanation, lines, explain=in_full, every=every)
+    _raise_refusals([query.answer for query in queries], in_brief=in_full and not as_json)
 
 
 def _refuse_several(platforms: Sequence[str], *, in_full: bool, engine: str | None) -> None:
@@ -177,12 +177,12 @@ def _raise_refusals(answers: Iterable[Decision | NoBackend], *, in_brief: bool) 
     """
     for answer in answers:
         if isinstance(answer, NoBackend):
-            said = str(answer).partition("\n")[0]
-            raise NoBackend(said, answer.candidates) if in_brief else answer
+            reason = str(answer).partition("\n")[0]
+            raise NoBackend(reason, answer.candidates) if in_brief else answer
         if answer.unserved_layers:
-            said = ", ".join(f"{count} of {kind}" for kind, count in answer.unserved_layers)
-            said += answer.unserved_hint
-            raise NoBackend(f"no backend serves these layers of the model: {said}")
+            reason = ", ".join(f"{count} of {kind}" for kind, count in answer.unserved_layers)
+            reason += answer.unserved_hint
+            raise NoBackend(f"no backend serves these layers of the model: {reason}")
 
 
 def _engine(
@@ -208,8 +208,8 @@ def _compare(run: Run, asked: Sequence[Asked], *, as_json: bool) -> None:
 
 
 def _answered(asked: Asked) -> dict[str, Any]:
-    """The decision as JSON, with the proof of each backend on the machine, in the phases that are
-    asked for and that it serves. A refusal has the same keys, with nothing decided."""
+    """The decision as JSON, with the proof of each backend on the machine, in the requested phases
+    that it serves. A refusal has the same keys, with nothing decided."""
     request, device, answer = asked.request, asked.device, asked.answer
 
     def proof_of(card: BackendCard) -> Proof:

@@ -48,7 +48,7 @@ class Figured(Plain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Why an answer is what it is."""
+    """The reasons of an answer."""
 
     outcomes: tuple[Outcome, ...]
     values: tuple[Stated, ...]
@@ -63,7 +63,10 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         return {
             **plain_fields(self),
-            "others": [{"layers": one, "outcomes": plain(told)} for one, told in self.others],
+            "others": [
+                {"layers": one, "outcomes": plain(group_outcomes)}
+                for one, group_outcomes in self.others
+            ],
         }
 
     def of(self, offers: Iterable[Offer]) -> Explanation:
@@ -71,7 +74,9 @@ class Explanation:
         addresses = {offer.address for offer in offers}
 
         def kept(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
-            return tuple(one for one in told if f"{one.plugin}/{one.backend}" in addresses)
+            return tuple(
+                warning for warning in told if f"{warning.plugin}/{warning.backend}" in addresses
+            )
 
         others = tuple((layers, kept(told)) for layers, told in self.others)
         return replace(self, outcomes=kept(self.outcomes), others=others)
@@ -86,14 +91,18 @@ def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> 
     if skip is not None:
         values.append(_stated("kv_dtype_skip", skip, "user", COMMAND_LINE))
     if isinstance(answer, NoBackend):
-        told = outcomes_of_refusal(
+        chosen_outcomes = outcomes_of_refusal(
             asked.request, asked.device, answer.candidates, asked.offers, asked.policy
         )
-        return Explanation(outcomes=told, values=tuple(values), doubts=())
-    told, *others = (outcomes(each, asked.offers, asked.policy) for each in answer.groups)
-    doubts = [f"{each.offer.card.name}: {each.reason}" for each in doubtful(answer, asked.offers)]
+        return Explanation(outcomes=chosen_outcomes, values=tuple(values), doubts=())
+    chosen_outcomes, *others = (
+        outcomes(group, asked.offers, asked.policy) for group in answer.groups
+    )
+    doubts = [
+        f"{doubt.offer.card.name}: {doubt.reason}" for doubt in doubtful(answer, asked.offers)
+    ]
     return Explanation(
-        outcomes=told,
+        outcomes=chosen_outcomes,
         values=(*values, *_options(asked, answer)),
         doubts=(
             *dict.fromkeys(doubts),
@@ -161,7 +170,7 @@ def _options(asked: Asked, decision: Decision) -> Iterator[Stated]:
     chosen = {choice.address: choice for _, choice in decision.choices}
     for address, choice in chosen.items():
         for name, value in choice.options.items():
-            is_users, is_set = (name in given.get(address, {}) for given in (user, file))
+            is_users, is_set = (name in settings.get(address, {}) for settings in (user, file))
             setting = "options" if is_set else ""
             origin, source = _set_by(asked, is_users, setting, ("default", "the card's"))
             yield _stated(f"{choice.backend}.{name}", value, origin, source)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 UNWRAPPED = 100_000
-"""Width of what is no terminal."""
+"""The width of output that is no terminal."""
 LIST_WIDTH = 21
 """Width of a column that lists phases; longer lists wrap in a terminal."""
 PROSE_WIDTH = 24
@@ -125,7 +125,8 @@ def _print_paragraphs(
 
 
 def print_elsewhere(console: Console, names: Sequence[str], option: str) -> None:
-    """A line with the backends that need other hardware. option: what shows them in full."""
+    """A line with the backends that need other hardware. option: the option that shows them in
+    full."""
     if names:
         console.print()
         console.print(Text(f"for other hardware ({option}): {', '.join(names)}", style=REFUSED))

@@ -45,7 +45,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a verb as Ctrl-C does: what it started ends with it."""
+    """SIGTERM, which ends a verb as Ctrl-C does, with its child processes."""
 
 
 def _terminate(*_: object) -> None:
@@ -112,7 +112,7 @@ class Verbs(click.Group):
         standalone_mode: bool = True,
         **extra: Any,  # noqa: ANN401  # click's own signature
     ) -> object:
-        """Run a verb; where standalone, end the process with the exit code."""
+        """Run a verb; if standalone, end the process with the exit code."""
         run = Run()
         if standalone_mode:
             escape_unknown()
@@ -144,22 +144,22 @@ def _outside() -> dict[str, list[EntryPoint]]:
     that cannot be read.
     """
     allow, deny = Settings.load().plugin_filter()
-    found: dict[str, list[EntryPoint]] = {}
+    points_by_name: dict[str, list[EntryPoint]] = {}
     for name, points in _installed().items():
         for point in points:
             whose = _distribution(point)
-            own = whose == OPTIONAL.get(name, ("",))[0]
-            if is_admitted(whose, None if own else allow, deny):
-                found.setdefault(name, []).append(point)
-    return found
+            is_owner = whose == OPTIONAL.get(name, ("",))[0]
+            if is_admitted(whose, None if is_owner else allow, deny):
+                points_by_name.setdefault(name, []).append(point)
+    return points_by_name
 
 
 def _installed() -> dict[str, list[EntryPoint]]:
-    found: dict[str, list[EntryPoint]] = {}
+    points_by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(GROUP)[0]:
         if point.name not in VERBS:
-            found.setdefault(point.name, []).append(point)
-    return found
+            points_by_name.setdefault(point.name, []).append(point)
+    return points_by_name
 
 
 def _listed() -> dict[str, list[EntryPoint]]:

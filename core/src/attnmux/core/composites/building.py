@@ -1,4 +1,4 @@
-"""From a decision to a backend that runs it, and to the next candidate where one fails."""
+"""From a decision to a backend that runs it, and to the next candidate if one fails."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ T = TypeVar("T")
 def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     """Make the backend of a decision.
 
-    It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
-    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. The
+    It is a single backend, a `HybridAttnBackend` if decode and extend differ, and a
+    `BatchSizeAttnBackend` if the decision has other backends for some sizes of decode steps. The
     decision's parts are built around it, see `Part`.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
@@ -64,7 +64,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         return whole(own, [phase for phase in phases if phase in group.phases])
 
     def of_layers(context: BackendContext, phases: Sequence[str]) -> AttentionBackend:
-        first, *others = (of_group(*each) for each in group_contexts(decision, context))
+        first, *others = (of_group(*pair) for pair in group_contexts(decision, context))
         for other, backend in zip(decision.others, others, strict=True):
             _check_padding(first, backend, other.phases["decode"])
         return LayerGroupsBackend(context, (first, *others)) if others else first
@@ -73,11 +73,11 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
 
 
 def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
-    """Raise BackendFailed where one graph runner cannot pad for both, so that an automatic choice
-    goes on without the other one. choice: of that one."""
-    known, own = (each.get_cuda_graph_seq_len_fill_value() for each in (first, other))
-    if own != known:
-        reason = f"it has padding rows of {own} tokens, and the other backend of {known}"
+    """Raise BackendFailed if one graph runner cannot pad for both, so that an automatic choice
+    continues without `choice`, the other one's."""
+    known, padding = (backend.get_cuda_graph_seq_len_fill_value() for backend in (first, other))
+    if padding != known:
+        reason = f"it has padding rows of {padding} tokens, and the other backend of {known}"
         raise BackendFailed(choice.address, reason)
 
 
@@ -94,19 +94,19 @@ def _assemble(
 
     by_phase = {phase: leaf(decision.phases[phase]) for phase in phases}
     if len(leaves) > 1:
-        made: AttentionBackend = HybridAttnBackend(
+        usual: AttentionBackend = HybridAttnBackend(
             prefill=by_phase["extend"], decode=by_phase["decode"]
         )
     else:
-        made = next(iter(leaves.values()))
+        usual = next(iter(leaves.values()))
     if "decode" not in phases or not decision.decode_sizes:
-        return made
+        return usual
     sizes = []
-    for each in decision.decode_sizes:
-        backend = leaf(each.choice)
-        _check_padding(made, backend, each.choice)
-        sizes.append(Sizes(least=each.least, most=each.most, backend=backend))
-    return BatchSizeAttnBackend(usual=made, sizes=sizes)
+    for size in decision.decode_sizes:
+        backend = leaf(size.choice)
+        _check_padding(usual, backend, size.choice)
+        sizes.append(Sizes(least=size.least, most=size.most, backend=backend))
+    return BatchSizeAttnBackend(usual=usual, sizes=sizes)
 
 
 def _check(decision: Decision) -> None:
@@ -135,7 +135,7 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
         raise InvalidInput(
             "context.token_to_kv_pool",
             got="slots or heads with gaps between them",
-            expected="none, as the request says: choose again with strided_kv set",
+            expected="none, as in the request: choose again with strided_kv set",
         )
     for group, own in group_contexts(decision, context):
         for dtype in own.token_to_kv_pool.dtypes:
@@ -153,10 +153,10 @@ def _check_layers(layers: Sequence[LayerSpec], request: Request) -> None:
     """Refuse layers with dims or features that the request of their group lacks."""
     for layer in layers:
         name = f"layer {layer.layer_id}"
-        own = "kv_dtype", layer.kv_dtype or request.kv_dtype, request.kv_dtype
-        for field, has, asked in (own, *_dims(layer, request)):
-            if asked is not None and has != asked:
-                raise InvalidInput(name, got=f"{field} {has}", expected=f"{asked}, as decided")
+        kv_dtypes = "kv_dtype", layer.kv_dtype or request.kv_dtype, request.kv_dtype
+        for field, has, decided in (kv_dtypes, *_dims(layer, request)):
+            if decided is not None and has != decided:
+                raise InvalidInput(name, got=f"{field} {has}", expected=f"{decided}, as decided")
         for feature in _unasked(layer, request):
             expected = f"no more than the request asks for: choose again with {feature} set"
             raise InvalidInput(name, got=feature, expected=expected)

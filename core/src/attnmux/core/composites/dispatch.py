@@ -39,7 +39,8 @@ class CompositeBackend(AttentionBackend):
 
     @abstractmethod
     def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
-        """What a step prepares. Unless eager, tensors are where captured graphs read them."""
+        """The batches that a step prepares. Unless eager, tensors are where captured graphs read
+        them."""
 
     @abstractmethod
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
@@ -87,7 +88,7 @@ class CompositeBackend(AttentionBackend):
     @staticmethod
     def check_context(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
         """Raise InvalidInput for backends of another context than the first's."""
-        if any(each.context is not first.context for each in others):
+        if any(other.context is not first.context for other in others):
             expected = "backends of one context, whose KV pool they share"
             raise InvalidInput(argument, got="a backend of another context", expected=expected)
 
@@ -95,11 +96,11 @@ class CompositeBackend(AttentionBackend):
     def check_padding(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
         """Raise InvalidInput for other padding rows than the first's: one runner pads for all."""
         fill = first.get_cuda_graph_seq_len_fill_value()
-        for each in others:
-            own = each.get_cuda_graph_seq_len_fill_value()
-            if own != fill:
+        for other in others:
+            padding = other.get_cuda_graph_seq_len_fill_value()
+            if padding != fill:
                 expected = f"{fill} as `seq_lens` of a padding row, as the first backend has"
-                raise InvalidInput(argument, got=own, expected=expected)
+                raise InvalidInput(argument, got=padding, expected=expected)
 
 
 class DispatchingBackend(CompositeBackend):
@@ -174,7 +175,7 @@ class HybridAttnBackend(DispatchingBackend):
         return self.select(batch.forward_mode)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """For the decode backend, and for the prefill backend where it verifies drafts.
+        """For the decode backend, and for the prefill backend if it verifies drafts.
 
         A `GraphRunner` calls only the child that `select` returns.
         """
@@ -206,7 +207,7 @@ class BatchSizeAttnBackend(DispatchingBackend):
     def __init__(self, *, usual: AttentionBackend, sizes: Sequence[Sizes]) -> None:
         """Raises InvalidInput for backends of different contexts, for overlapping ranges, and for
         backends whose padding rows differ in length, since one graph runner pads for all."""
-        others = [each.backend for each in sizes]
+        others = [size.backend for size in sizes]
         self.check_context("sizes", usual, *others)
         self.check_padding("sizes", usual, *others)
         super().__init__(usual.context, (usual, *others))
@@ -222,7 +223,7 @@ class BatchSizeAttnBackend(DispatchingBackend):
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         if not batch.forward_mode.is_decode():
             return self.usual
-        held = (each.backend for each in self.sizes if each.hold(batch.batch_size))
+        held = (size.backend for size in self.sizes if size.hold(batch.batch_size))
         return next(held, self.usual)
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
@@ -232,8 +233,8 @@ class BatchSizeAttnBackend(DispatchingBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Gives each backend room for the sizes that it serves, and `usual` for all sizes."""
         self.usual.init_cuda_graph_state(max_bs, max_num_tokens)
-        for each in self.sizes:
-            if each.least <= max_bs:
-                largest = max_bs if each.most is None else min(each.most, max_bs)
+        for size in self.sizes:
+            if size.least <= max_bs:
+                largest = max_bs if size.most is None else min(size.most, max_bs)
                 tokens = max_num_tokens * largest // max_bs
-                each.backend.init_cuda_graph_state(largest, tokens)
+                size.backend.init_cuda_graph_state(largest, tokens)

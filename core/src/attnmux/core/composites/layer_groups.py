@@ -28,7 +28,7 @@ class LayerGroupsBackend(CompositeBackend):
     """
 
     def __init__(self, context: BackendContext, groups: Sequence[AttentionBackend]) -> None:
-        """context: with the layers of all groups, each of which has a context with its own.
+        """context: with the layers of all groups. Each group has a context with its own.
 
         Raises InvalidInput for layers without a group or with several, and for backends whose
         padding rows differ in length, since one graph runner pads for all.
@@ -71,7 +71,7 @@ def group_contexts(
     decision: Decision, context: BackendContext
 ) -> Iterator[tuple[Decision, BackendContext]]:
     """Each group of the decision, with the context of its layers and their pool: the whole context
-    where all layers are alike.
+    if all layers are alike.
 
     Raises InvalidInput for a layer of no group's heads, dims and KV dtype, and for a group without
     layers.
@@ -80,26 +80,26 @@ def group_contexts(
         yield decision, context
         return
     groups = decision.groups
-    own: list[list[LayerSpec]] = [[] for _ in groups]
+    grouped: list[list[LayerSpec]] = [[] for _ in groups]
     for layer in context.layers:
         stored = layer.kv_dtype or decision.kv_dtype
-        fitting = (n for n, one in enumerate(groups) if _fits(layer, stored, one.request))
+        fitting = (n for n, group in enumerate(groups) if _fits(layer, stored, group.request))
         place = next(fitting, None)
         if place is None:
             shape = f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads of {layer.qk_head_dim}"
             shape += f", KV in {stored}"
             expected = "the heads, dims and KV dtype of one of the decision's groups"
             raise InvalidInput(f"layer {layer.layer_id}", got=shape, expected=expected)
-        own[place].append(layer)
-    for one, layers in zip(groups, own, strict=True):
+        grouped[place].append(layer)
+    for group, layers in zip(groups, grouped, strict=True):
         if not layers:
-            expected = f"layers of each group: {shape_said(one.request)}"
+            expected = f"layers of each group: {shape_said(group.request)}"
             raise InvalidInput("context.layers", got="none of a group", expected=expected)
         pool = context.token_to_kv_pool.of_layers([layer.layer_id for layer in layers])
         own_context = replace(
-            context, request=one.request, layers=tuple(layers), token_to_kv_pool=pool
+            context, request=group.request, layers=tuple(layers), token_to_kv_pool=pool
         )
-        yield one, own_context
+        yield group, own_context
 
 
 def _fits(layer: LayerSpec, stored: str, request: Request) -> bool:

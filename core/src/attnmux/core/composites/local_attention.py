@@ -77,7 +77,7 @@ class LocalAttnBackend(CompositeBackend):
     """Serves layers with attention chunks by backends without them, in virtual requests.
 
     EXTEND and MIXED steps are cut at the borders of chunks; a decode step has one virtual request
-    for each. Steps of drafts are refused where layers have chunks.
+    for each. Steps of drafts are refused if layers have chunks.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LocalAttnBackend(CompositeBackend):
             assert self.whole is not None  # made where a layer has no chunks
             return self.whole, call, batch
         if call.has_own_kv and not _has_no_prefix(batch):
-            expected = "True where requests have a prefix, or their mirrors do not say"
+            expected = "True if requests have a prefix, or have no host mirrors"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
         layer = backend.context.layer(layer_id)
         return backend, structs.replace(call, layer=layer), self.step_of(backend)

@@ -16,7 +16,7 @@ from attnmux.core.facts.values import TreeMask
 
 
 def with_mask_forms(backend: AttentionBackend, forms: tuple[TreeMask, ...]) -> AttentionBackend:
-    """The backend, or one around it where steps may have masks in a form that it does not read.
+    """The backend, or one around it if steps may have masks in a form that it does not read.
 
     forms: as `BackendCard.tree_masks`.
     """
@@ -28,7 +28,8 @@ def with_mask_forms(backend: AttentionBackend, forms: tuple[TreeMask, ...]) -> A
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Buffers:
-    """What graphs read. Steps take the first one with room, at capture and at every replay."""
+    """Buffers that graphs read. Steps take the first one with room, at capture and at every
+    replay."""
 
     values: torch.Tensor
     """Flat, in the form that the backend reads."""
@@ -63,7 +64,7 @@ class MaskFormsBackend(DispatchingBackend):
         elif self.forms[0] == "qlen_only_bitpacking":
             width, dtype = drafts * -(-drafts // 8), torch.uint8
         # A decode step has no drafts
-        if drafts > 1 and not any(each.fits(max_bs, max_bs * width) for each in self._buffers):
+        if drafts > 1 and not any(buffer.fits(max_bs, max_bs * width) for buffer in self._buffers):
             values = torch.zeros(max_bs * width, dtype=dtype, device=device)
             bounds = torch.zeros(max_bs + 1, dtype=torch.int32, device=device)
             self._buffers.append(_Buffers(values=values, bounds=bounds))
@@ -79,8 +80,8 @@ class MaskFormsBackend(DispatchingBackend):
             # The child's checks count a whole mask's values
             exact = replace(batch, seq_lens_sum=int(batch.seq_lens.sum()))
         longest = self.context.max_context_len
-        made = with_form(exact, self.forms[0], max_context_len=longest)
-        return ((self.child, made if eager else self._in_buffers(made)),)
+        converted = with_form(exact, self.forms[0], max_context_len=longest)
+        return ((self.child, converted if eager else self._in_buffers(converted)),)
 
     def _is_foreign(self, batch: ForwardBatch) -> bool:
         form = batch.tree_mask
@@ -97,7 +98,7 @@ class MaskFormsBackend(DispatchingBackend):
         values: torch.Tensor = getattr(spec, name)
         width = spec.draft_token_num * (self.context.max_context_len + spec.draft_token_num)
         count = size * width if form == "full" else values.numel()
-        buffers = next((each for each in self._buffers if each.fits(size, count)), None)
+        buffers = next((buffer for buffer in self._buffers if buffer.fits(size, count)), None)
         if buffers is None:
             return batch
         fixed = buffers.values[:count]

@@ -27,7 +27,7 @@ class Pieces:
     ends: torch.Tensor
     """[P] int32: keys up to and including the last query of each piece; 0 for an empty piece."""
     query_bounds: torch.Tensor | None = None
-    """[P + 1] int32: where the queries of each piece begin; None where each has one. The last piece
+    """[P + 1] int32: where the queries of each piece begin; None if each has one. The last piece
     belongs to no request: it takes the tokens after those of all requests."""
 
     @classmethod
@@ -116,7 +116,7 @@ def virtual_step(
 
 
 def _on_host(batch: ForwardBatch, chunk: int) -> Pieces | None:
-    """The pieces by the batch's mirrors; None where it lacks some."""
+    """The pieces by the batch's mirrors; None if it lacks some."""
     lens, new, cached = batch.seq_lens_cpu, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
     is_decode = batch.forward_mode.is_decode()
     if lens is None or (not is_decode and (new is None or cached is None)):

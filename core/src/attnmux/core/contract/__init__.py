@@ -1,1 +1,1 @@
-"""The contract: what an engine hands over, and what a backend is. It stands on facts alone."""
+"""The contract between engines and backends. It stands on facts alone."""

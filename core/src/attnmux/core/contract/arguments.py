@@ -140,9 +140,9 @@ def _check_visible(batch: ForwardBatch, spec: SpecInput) -> None:
         "visible": spec.visible,
         "visible_bits": spec.visible_bits,
     }
-    given = [name for name, mask in masks.items() if mask is not None]
-    if len(given) > 1:
-        raise InvalidInput("spec_info", got=" and ".join(given), expected="one of them")
+    forms = [name for name, mask in masks.items() if mask is not None]
+    if len(forms) > 1:
+        raise InvalidInput("spec_info", got=" and ".join(forms), expected="one of them")
     drafts = spec.draft_token_num
     for name, width, dtype in (
         ("visible", drafts, torch.bool),
@@ -182,8 +182,7 @@ def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype |
 
 
 def check_result(result: torch.Tensor, call: AttentionCall, backend: str) -> None:
-    """Raise AttnmuxError unless a backend's result is what `call` asks for: [T, Hq, Dv] of Q's
-    dtype and device."""
+    """Raise AttnmuxError unless a backend's result is [T, Hq, Dv] with Q's dtype and device."""
     q, layer = call.q, call.layer
     shape = (q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
     if not isinstance(result, torch.Tensor):

@@ -87,8 +87,8 @@ class AttentionBackend(StepBackend):
     ) -> None:
         """Write the new tokens' K and V to the pool, by the context's `kv_writer` if it has one.
 
-        Raises InvalidInput, before anything is written, for missing slots or a missing V, and for
-        what the pool refuses.
+        Raises InvalidInput, before anything is written, for missing slots, a missing V, and values
+        that the pool refuses.
         """
         loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
         if loc is None:
@@ -108,8 +108,8 @@ class AttentionBackend(StepBackend):
     def refresh_sinks(self, weights: Sequence[torch.Tensor]) -> None:
         """Copy the model's weights into the sinks of the layers, and these into every copy.
 
-        An engine calls it with each step, as the first part of what a device graph holds: weights
-        that change in place count from the next step on, also in graphs. torch may join the copies
+        An engine calls it in each step, first in a device graph. So weights that change in place
+        count from the next step on, also in graphs. torch may join the copies
         of all layers. weights: [Hq] for each layer with sinks, in the order of the context's.
         """
         refresh_sinks(self.context.layers, weights)

@@ -77,9 +77,9 @@ class ForwardBatch:
     see only these keys, and the indexer keeps them causal. The model's indexer writes them in place
     before each layer's call, so they are undefined while the step is prepared. A graph runner has
     a buffer of its own for them.
-    For layers with `LayerSpec.index_block_size`: [T, Hp, topk] int32, blocks of so many keys. Hp
-    is a multiple of the KV heads and divides the query heads, of which each Hp-th part, in order,
-    has blocks of its own."""
+    For layers with `LayerSpec.index_block_size`: [T, Hp, topk] int32, blocks of so many keys. Hp is
+    a multiple of the KV heads and divides the query heads. Each of Hp parts of the query heads, in
+    order, has blocks of its own."""
     spec_info: SpecInput | None = None
     multi_item: MultiItem | None = None
     actual_forward_mode: ForwardMode | None = None
@@ -136,7 +136,7 @@ class ForwardBatch:
             raise InvalidInput("multi_item", got="many items", expected="None")
 
     def queries_each(self) -> int | None:
-        """New tokens of each request, where its mode gives all requests equally many: 1 in DECODE,
+        """New tokens of each request, if its mode gives all requests equally many: 1 in DECODE,
         the drafts in TARGET_VERIFY; None in other steps.
 
         Raises InvalidInput for a step of another number of tokens, and for one without the lengths

@@ -40,7 +40,7 @@ class AttentionCall(msgspec.Struct, frozen=True, eq=False):
         return self.k is not None and not self.save_kv_cache
 
     def rotary_queries(self) -> torch.Tensor:
-        """`q_rope`. Raises InvalidInput where it is missing."""
+        """`q_rope`. Raises InvalidInput if it is missing."""
         if self.q_rope is None:
             raise InvalidInput("q_rope", got=None, expected="the rotary part [T, Hq, rope]")
         return self.q_rope
@@ -52,7 +52,7 @@ class AttentionCall(msgspec.Struct, frozen=True, eq=False):
             raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=expected)
 
     def empty_result(self) -> torch.Tensor:
-        """The result where no query sees a key: zeros, and an LSE of -inf or the layer's sinks."""
+        """The result if no query sees a key: zeros, and an LSE of -inf or the layer's sinks."""
         layer = self.layer
         if self.lse is not None:
             self.lse.fill_(-torch.inf)

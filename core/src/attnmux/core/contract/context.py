@@ -129,11 +129,11 @@ class BackendContext:
 
     def check_sixteen_bits(self) -> None:
         """Raises InvalidInput for a pool of another dtype than the queries' 16-bit one."""
-        dtype, asked = self.token_to_kv_pool.dtype, self.request.dtype
+        dtype, wanted = self.token_to_kv_pool.dtype, self.request.dtype
         name = str(dtype).removeprefix("torch.")
-        if name not in ("bfloat16", "float16") or asked not in (None, name):
+        if name not in ("bfloat16", "float16") or wanted not in (None, name):
             raise InvalidInput(
                 "token_to_kv_pool",
                 got=dtype,
-                expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
+                expected=f"{wanted or 'bfloat16 or float16'}, as the queries are",
             )

@@ -32,7 +32,7 @@ def check_types(argument: str, record: object, kind: type, *, prefix: str = "") 
         value, path = getattr(record, name), f"{prefix}{name}"
         is_flag = isinstance(value, bool) and bool not in kinds
         if is_flag or not isinstance(value, kinds):
-            words = ["None" if each is type(None) else each.__name__ for each in kinds]
+            words = ["None" if type_ is type(None) else type_.__name__ for type_ in kinds]
             raise refusal(path, value, f"one of type {' or '.join(words)}")
         if isinstance(value, (SpecInput, MultiItem)):
             check_types(path, value, type(value), prefix=f"{path}.")
@@ -46,8 +46,8 @@ def _field_types(kind: type) -> Mapping[str, tuple[type, ...]]:
     hints = get_type_hints(kind, localns={"torch": torch, "SpecInput": SpecInput})
     return {
         name: tuple(
-            get_origin(each) or each
-            for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+            get_origin(member) or member
+            for member in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
         )
         for name, hint in hints.items()
     }
@@ -131,15 +131,15 @@ def _check_new_slots(table: torch.Tensor, batch: ForwardBatch) -> None:
         new = batch.extend_seq_lens.long()
         columns = _places(batch.extend_prefix_lens, batch.extend_seq_lens)
         rows, starts = rows.repeat_interleave(new), starts.repeat_interleave(new)
-    given = batch.out_cache_loc[: len(columns)]
+    slots = batch.out_cache_loc[: len(columns)]
     known = (rows > 0) & (columns >= 0)
     stored = table[rows, (columns + starts).clamp(min=0)]
-    wrong = (known & (stored != given)).nonzero()
+    wrong = (known & (stored != slots)).nonzero()
     if wrong.numel():
         token = int(wrong[0])
         raise InvalidInput(
             "out_cache_loc",
-            got=f"slot {int(given[token])} for token {token}",
+            got=f"slot {int(slots[token])} for token {token}",
             expected=f"slot {int(stored[token])}, as in the request table",
         )
 

@@ -60,7 +60,7 @@ class LayerSpec:
     i and key j grows by slope * (j - i); i and j are places in the sequence. Only causal self
     attention of kind "mha" without a cap has it."""
     relative_bias: torch.Tensor | None = None
-    """[Hq, R + 1] fp32, or [Hq, 2 * R + 1] where `is_causal` is False: relative position biases by
+    """[Hq, R + 1] fp32, or [Hq, 2 * R + 1] if `is_causal` is False: relative position biases by
     head and distance (T5, arXiv:1910.10683). The scaled logit of token i and key j grows by the
     value for j - i clipped to [-R, R]; the first column is that of -R, and the last that of R, or
     of 0 in a causal layer. i and j are places in the sequence. Only self attention of kind "mha"
@@ -151,8 +151,8 @@ class LayerSpec:
             raise InvalidInput("relative_bias", got=got, expected=expected)
 
     def _check_features(self) -> None:
-        """Raises InvalidInput where biases by distance, or picked blocks, have a feature or a kind
-        next to them that they do not go with."""
+        """Raises InvalidInput if ALiBi, relative bias or picked blocks are combined with a feature
+        they do not support."""
         limits = {"sliding_window", "attention_chunk", "sinks"}
         for name, feature, allowed in (
             ("relative_bias", "relative_bias", {*limits, "bidirectional"}),
@@ -172,9 +172,9 @@ class LayerSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the layer has beyond scaled, causal self attention: fields of a request, such
-        as "sliding_window" and "sinks", and "bidirectional" where `is_causal` is False."""
-        given = {
+        """Features beyond scaled, causal self attention: fields of a request, such as
+        "sliding_window" and "sinks", and "bidirectional" if `is_causal` is False."""
+        flags = {
             "sliding_window": self.sliding_window_size >= 0,
             "attention_chunk": self.attention_chunk_size > 0,
             "cross_attention": self.is_cross_attention,
@@ -185,20 +185,22 @@ class LayerSpec:
             "logit_cap": self.logit_cap > 0,
             "index_block_size": self.index_block_size > 0,
         }
-        return frozenset(name for name, is_set in given.items() if is_set)
+        return frozenset(name for name, is_set in flags.items() if is_set)
 
     def check_features(self, *served: str, kind: str = "mha", argument: str | None = None) -> None:
         """Raises InvalidInput for a layer of another kind, or with a feature that is not `served`.
 
         argument: named by the error; None names the layer.
         """
-        found = sorted(self.features.difference(served))
-        found += [f"kind {self.kind}"] * (self.kind != kind)
-        if found:
+        unserved = sorted(self.features.difference(served))
+        unserved += [f"kind {self.kind}"] * (self.kind != kind)
+        if unserved:
             name = f"layer {self.layer_id}" if argument is None else argument
             most = f"no feature but {', '.join(served)}" if served else "no further feature"
             expected = f"causal self attention of kind {kind} with {most}"
-            raise InvalidInput(name, got=f"a layer with {' and '.join(found)}", expected=expected)
+            raise InvalidInput(
+                name, got=f"a layer with {' and '.join(unserved)}", expected=expected
+            )
 
     def not_in_pool(self) -> AttnmuxError:
         """The error of a call that reads keys of a layer that the pool does not store."""
@@ -210,8 +212,8 @@ class LayerSpec:
     @property
     def is_mergeable(self) -> bool:
         """Whether a new token sees all of some earlier keys, so that parts of them can be merged by
-        LSE. Windows and attention chunks end within a part, and a part does not say how far its
-        keys are from the tokens, which biases by distance ask."""
+        LSE. Windows and attention chunks end within a part. Biases by distance need the distance of
+        keys from tokens, which a part does not have."""
         limiting = {"sliding_window", "attention_chunk", "alibi", "relative_bias"}
         return self.kind in ("mha", "mla") and self.features.isdisjoint(limiting)
 
@@ -236,7 +238,8 @@ class LayerSpec:
 
 
 def _is_finite(value: object, *, above: float) -> bool:
-    """Whether `value` is a finite number above another. NaN and what is no number are not."""
+    """Whether `value` is a finite number above another. NaN and values that are no numbers are
+    not."""
     return isinstance(value, Real) and math.isfinite(value) and float(value) > above
 
 

@@ -1,4 +1,4 @@
-"""Memory of pools: allocations that fail cleanly, and what the host has free."""
+"""Memory of pools: allocations that fail cleanly, and the host's free memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def allocate_zeroed(
 ) -> list[torch.Tensor]:
     """A zeroed tensor for each shape: all of them or none.
 
-    `what` names the memory in the error and `hint` says what to lower.
+    `what` names the memory in the error, and `hint` the setting to lower.
     Raises PoolExhausted, in bytes, when the device has no room. On a CPU the free memory is checked
     first: Linux grants more than it has, and kills the process when it writes there.
     """
@@ -52,7 +52,7 @@ def allocate_zeroed(
 
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like `torch.zeros`; on CPUs in pages of 2 MiB, if Linux gives them to those who ask.
+    """Like `torch.zeros`; on CPUs in pages of 2 MiB, if Linux offers them on request.
 
     Rows of a pool lie apart: with pages of 4 KiB, nearly each read would look up another one. A
     page takes memory and time when it is first written.
@@ -70,10 +70,10 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that this process can still take from a device; None where that is unknown.
+    """Bytes that this process can still take from a device; None if that is unknown.
 
-    Of a CPU, the lesser of the kernel's MemAvailable and the rest of the control group's limit
-    (version 2, as a container sees its own), whose reclaimable file cache counts as free.
+    On a CPU it is the lesser of the kernel's MemAvailable and the rest of the control group's limit
+    (version 2, as a container sees its own). The group's reclaimable file cache counts as free.
     """
     if device.type != "cpu":
         return torch.accelerator.get_memory_info(device)[0]

@@ -183,8 +183,8 @@ class KVPool(ABC):
         for layer_id in self.layer_ids:
             read, write = self.translate(source, layer_id), self.translate(target, layer_id)
             # As bytes, since 8-bit floats cannot be indexed; both first, since V may be part of K
-            buffers = [each.view(torch.uint8) for each in self.memory(layer_id)]
-            rows = [each.index_select(0, read) for each in buffers]
+            buffers = [data.view(torch.uint8) for data in self.memory(layer_id)]
+            rows = [data.index_select(0, read) for data in buffers]
             for buffer, values in zip(buffers, rows, strict=True):
                 buffer.index_copy_(0, write, values)
 
@@ -229,7 +229,7 @@ class KVPool(ABC):
         """The table that `translate` reads, for kernels that translate themselves: [slots] int32,
         at a fixed address, from slots of the request table to slots of the layer's buffer.
 
-        None where the two are equal, or where `translate` is more than a look-up.
+        None if the two are equal, or if `translate` is more than a look-up.
         """
         return None
 
@@ -260,7 +260,7 @@ class KVPool(ABC):
         )
 
     def check_whole_bytes(self, reader: str) -> None:
-        """Raise InvalidInput where an element holds two values: `reader` takes it for one."""
+        """Raise InvalidInput if an element holds two values: `reader` takes it for one."""
         if self.dtype == FP4_DTYPE:
             expected = f"8 bits or more: no 4-bit floats for {reader}"
             raise InvalidInput("dtype", got="fp4_e2m1", expected=expected)
@@ -290,5 +290,5 @@ class KVWriter(Protocol):
 
         first, second: K [T, Hkv, D] and V [T, Hkv, Dv]; of a latent pool the latents [T, 1, rank]
         and the rotary keys [T, 1, rope]. Does not synchronise.
-        Raises what the pool's method raises, before anything is written.
+        Raises the errors of the pool's method, before anything is written.
         """

@@ -31,11 +31,11 @@ def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, t
     `SCALE_DTYPE`.
 
     With x = rows / divisor in float32, a block's scale is the largest |x| / 6, rounded to nearest
-    even and at most 448. Each value is the E2M1 number nearest to x / scale; of two as near, the
-    one whose last bit is 0, and of numbers beyond 6, that. Comparisons with multiples of the scale,
+    even and at most 448. Each value is the E2M1 number nearest to x / scale. Ties go to the number
+    whose last bit is 0. Numbers beyond 6 become 6. Comparisons with multiples of the scale,
     which float32 represents, decide it exactly: no quotient is rounded. A block whose scale rounds
     to 0 holds zeros. A block with NaN has the scale NaN, which makes all of it NaN.
-    Raises InvalidInput where D is not a multiple of `BLOCK`.
+    Raises InvalidInput if D is not a multiple of `BLOCK`.
     """
     check_width("rows", rows.shape[-1])
     rows = rows.detach().float()
@@ -59,13 +59,15 @@ def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, t
 
 
 def unpack_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[..., D] float32, exact: the inverse of `pack_rows` but for the layer's scale.
+    """[..., D] float32, exact: the inverse of `pack_rows`, without the layer's scale.
 
     values, scales: as `pack_rows` returns them, of any strides.
     """
     packed = values.view(torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    numbers = torch.tensor((*MAGNITUDES, *(-each for each in MAGNITUDES)), device=packed.device)
+    numbers = torch.tensor(
+        (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)), device=packed.device
+    )
     *shape, width = codes.shape
     blocks = numbers[codes.int()].view(*shape, width // BLOCK, BLOCK)
     blocks *= scales.float().unsqueeze(-1)

@@ -21,8 +21,8 @@ def scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
     synchronise.
     """
     places = [rows.shape[-1]]
-    for each in (rows, buffer):
-        places += [int(each.storage_offset()), *each.stride()[:2]]
+    for tensor in (rows, buffer):
+        places += [int(tensor.storage_offset()), *tensor.stride()[:2]]
     word = word_dtype(*(place * buffer.itemsize for place in places))
     buffer.view(word).index_copy_(0, slots, rows.view(word))
 
@@ -30,15 +30,15 @@ def scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
 def word_dtype(*row_bytes: int) -> torch.dtype:
     """The widest integer dtype whose size divides all of these row lengths in bytes.
 
-    Rows are copied as words of it: index_copy_ on a CPU copies one element after another, so that
-    few wide ones are faster, and it does not support 8-bit floats.
+    Rows are copied as words of it. On a CPU index_copy_ copies one element after another, so few
+    wide elements are faster. It does not support 8-bit floats.
     """
     return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
 
 
 def words_of(buffer: torch.Tensor) -> torch.Tensor:
     """The buffer [slots, Hkv, D] as the widest integers that its rows and strides divide into; see
-    `word_dtype`. The dims of one slot are joined where they are contiguous."""
+    `word_dtype`. The dims of one slot are joined if they are contiguous."""
     slots, heads, dim = buffer.shape
     if heads == 1 or buffer.stride(1) == dim:
         buffer = buffer.as_strided((slots, heads * dim), (buffer.stride(0), 1))

@@ -35,7 +35,7 @@ class SinkCopies:
     def in_form(
         self, sinks: torch.Tensor, form: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """What `form` makes of the sinks: a tensor of its own."""
+        """The sinks converted by `form`: a tensor of its own."""
         return self._kept(Copy(sinks, form(sinks).clone(), form))
 
     def _kept(self, copy: Copy) -> torch.Tensor:

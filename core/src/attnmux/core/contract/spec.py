@@ -78,8 +78,8 @@ class SpecInput:
     def visible_drafts(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """`visible`, whatever form the mask has; causal for chains. seq_lens: [B] int32, prefixes.
 
-        Of a whole mask, only the columns of the drafts are read: that the prefix is visible is not
-        checked.
+        It reads only the drafts' columns of a whole mask, and does not check that the prefix is
+        visible.
         """
         drafts, device = self.draft_token_num, seq_lens.device
         if self.visible is not None:
@@ -104,7 +104,7 @@ def whole_mask(
     prefix, then the drafts that are visible, d * (seq + d) values a request.
 
     seq_lens: [B] int, prefix lengths. total: the number of values, or more; without it the device
-    is asked, which synchronises.
+    is read, which synchronises.
     """
     batch_size, num_tokens, _ = visible.shape
     rows = batch_size * num_tokens

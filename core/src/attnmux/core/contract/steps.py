@@ -55,7 +55,7 @@ class StepBackend(ABC):
 
 
 def prepared(step: S | None) -> S:
-    """The step that a backend keeps. Raises AttnmuxError where none is prepared."""
+    """The step that a backend keeps. Raises AttnmuxError if none is prepared."""
     if step is None:
         raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
     return step
@@ -90,15 +90,15 @@ class FixedTensors:
         """The step, a dataclass, with copies of its fields in views of a set. Without room it stays
         where it is."""
         for room in self._sets:
-            given = {name: getattr(step, name) for name in room}
-            if _fits(given, room):
+            tensors = {name: getattr(step, name) for name in room}
+            if _fits(tensors, room):
                 held = {
-                    name: room[name].view(-1)[: each.numel()].view_as(each).copy_(each)
-                    for name, each in given.items()
+                    name: room[name].view(-1)[: tensor.numel()].view_as(tensor).copy_(tensor)
+                    for name, tensor in tensors.items()
                 }
                 return replace(step, **held)  # type: ignore[type-var]  # a dataclass
         return step
 
 
 def _fits(given: Mapping[str, torch.Tensor], room: Mapping[str, torch.Tensor]) -> bool:
-    return all(each.numel() <= room[name].numel() for name, each in given.items())
+    return all(tensor.numel() <= room[name].numel() for name, tensor in given.items())

@@ -33,11 +33,11 @@ class RequestTable:
         return self._req_to_token
 
     def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
-        """A table [size + 1, width] int32 at a fixed address, and the tokens of a column: 1, where
-        it holds slots, or `page_size`, where it holds pages of that size.
+        """A table [size + 1, width] int32 at a fixed address, and the tokens of a column: 1, if
+        it holds slots, or `page_size`, if it holds pages of that size.
 
         Index builders take the request table itself and read this. A backend that wants pages
-        then reads them where the engine keeps pages.
+        then reads them if the engine keeps pages.
         """
         return self.req_to_token, 1
 

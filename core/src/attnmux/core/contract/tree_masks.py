@@ -35,7 +35,7 @@ def draft_depths(visible: torch.Tensor) -> torch.Tensor:
 def limited_drafts(
     visible: torch.Tensor, prefix_lens: torch.Tensor, *, window: int, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What drafts of trees see in a layer with a window or attention chunks, which count positions.
+    """Masks of draft trees in a layer with a window or attention chunks, which count positions.
 
     A draft's position is the prefix's length plus its depth. visible: as on `SpecInput`.
     prefix_lens: [B] int. window, chunk: as `LayerSpec.sliding_window_size` and
@@ -57,7 +57,7 @@ def limited_drafts(
 def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> ForwardBatch:
     """The verify step with its mask in a form, in new memory unless it has that form.
 
-    A whole mask has room for requests of max_context_len tokens where the host does not know the
+    A whole mask has room for requests of max_context_len tokens if the host does not know the
     lengths.
     """
     spec = batch.spec_info
@@ -86,8 +86,8 @@ def with_mask(spec: SpecInput, **fields: torch.Tensor) -> SpecInput:
 
 
 def check_trees(batch: ForwardBatch) -> None:
-    """Refuse what is no tree: a hidden prefix, a draft that does not see itself, or one that sees
-    another without that one's ancestors or a later one. Synchronises.
+    """Refuse masks that are no trees: a hidden prefix, a draft that does not see itself, that sees
+    a later one, or that sees another without its ancestors. Synchronises.
 
     A whole mask has the size that `check_batch` demands. Raises InvalidInput with the field.
     """
@@ -99,18 +99,18 @@ def check_trees(batch: ForwardBatch) -> None:
     steps = visible.float()
     skips = (((steps @ steps) > 0) & ~visible).flatten(1).any(-1)
     later = visible.triu(1).flatten(1).any(-1)
-    found = [
+    faults = [
         ("a draft token hidden from itself", hidden),
         ("a draft that sees a later one", later),
         ("a draft that sees another, but not all of its ancestors", skips),
     ]
     if form == "full":
-        found.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
+        faults.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
     if form == "qlen_only_bitpacking":
         packed = spec.visible_bits
         assert packed is not None
-        found.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
-    for got, wrong in found:
+        faults.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
+    for got, wrong in faults:
         if bool(wrong.any()):
             raise InvalidInput(
                 f"spec_info.{spec.mask_field}",

@@ -1,1 +1,1 @@
-"""Tools for engines beside the contract: a chooser, contexts, draft trees, interface checks."""
+"""Tools for engines next to the contract: a chooser, contexts, draft trees, interface checks."""

@@ -24,7 +24,7 @@ from attnmux.core.measured.ranking import solve_measured
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chooser:
-    """Everything that a choice depends on besides the request: plugins, platform and settings."""
+    """The inputs of a choice other than the request: plugins, platform and settings."""
 
     dtype_hint = staticmethod(dtype_hint)
     platform_of = staticmethod(platform_of)
@@ -42,7 +42,7 @@ class Chooser:
         """The chooser of this machine and the user's settings, for tensors on that device or type
         of device. With an index it is the device that names the platform, and torch initialises it.
 
-        Raises InvalidInput where no plugin finds a device of the type, AmbiguousPlatform for
+        Raises InvalidInput if no plugin finds a device of the type, AmbiguousPlatform for
         several, SettingsError for settings that cannot be read.
         """
         settings = Settings.load()

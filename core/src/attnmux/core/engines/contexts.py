@@ -39,7 +39,7 @@ def make_context(
     Raises InvalidInput without layers, PoolExhausted when memory is short.
     """
     place = torch.device(decision.platform.device_type if device is None else device)
-    made: dict[str, Any] = {
+    contents: dict[str, Any] = {
         "request": decision.request,
         "platform": decision.platform,
         "device": place,
@@ -49,11 +49,11 @@ def make_context(
         "max_context_len": max_context_len,
         **fields,
     }
-    if "req_to_token_pool" not in made:
-        made["req_to_token_pool"] = ReqToTokenPool(max_batch_size, max_context_len, place)
-    if "token_to_kv_pool" not in made:
-        made["token_to_kv_pool"] = _pool(decision, layers, size, place)
-    return BackendContext(**made)
+    if "req_to_token_pool" not in contents:
+        contents["req_to_token_pool"] = ReqToTokenPool(max_batch_size, max_context_len, place)
+    if "token_to_kv_pool" not in contents:
+        contents["token_to_kv_pool"] = _pool(decision, layers, size, place)
+    return BackendContext(**contents)
 
 
 def _pool(
@@ -74,7 +74,7 @@ def _pool_alike(
     decision: Decision, layers: Sequence[LayerSpec], size: int, device: torch.device
 ) -> KVPool:
     first = layers[0]
-    given: dict[str, Any] = {
+    shape: dict[str, Any] = {
         "size": size,
         "page_size": decision.page_size,
         "dtype": torch_dtype(first.kv_dtype or decision.kv_dtype),
@@ -83,10 +83,10 @@ def _pool_alike(
     }
     if first.kind == "mla":
         rank, rope = first.v_head_dim, first.qk_rope_head_dim
-        return MLATokenToKVPool(kv_lora_rank=rank, qk_rope_head_dim=rope, **given)
+        return MLATokenToKVPool(kv_lora_rank=rank, qk_rope_head_dim=rope, **shape)
     return MHATokenToKVPool(
         num_kv_heads=first.tp_k_head_num,
         head_dim=first.qk_head_dim,
         v_head_dim=first.v_head_dim,
-        **given,
+        **shape,
     )

@@ -61,8 +61,8 @@ def platform_of(
 ) -> Platform:
     """The platform of a torch device: its kind among those that were found.
 
-    A device whose architecture torch reports, and that no probe found, is described by torch's
-    report: its runtime is then unknown, unless `wanted` describes it. `wanted` is the configured
+    If torch reports a device's architecture and no probe found the device, torch's report describes
+    it. Its runtime is then unknown, unless `wanted` describes it. `wanted` is the configured
     platform, and `named` where it comes from. It decides for a device that torch does not report,
     and for one without an index before torch has initialised devices of its type.
 
@@ -70,17 +70,19 @@ def platform_of(
     platforms remain.
     """
     report = reported_device(device) if _may_ask(device) else None
-    alike = tuple(one for one in detection.platforms if one.device_type == device.type)
+    alike = tuple(
+        platform for platform in detection.platforms if platform.device_type == device.type
+    )
     stated = _stated(wanted, device)
     if stated is not None and not (report.is_of(stated) if report else not alike):
         stated = None
     if wanted is not None and stated is None:
         check_named(detection, wanted, named=named)
     if report is not None:
-        found = tuple(one for one in alike if report.is_of(one))
-        exact = tuple(one for one in found if one.name == report.name)
-        if found:
-            return replace(detection, platforms=exact or found).pick()
+        reported = tuple(platform for platform in alike if report.is_of(platform))
+        exact = tuple(platform for platform in reported if platform.name == report.name)
+        if reported:
+            return replace(detection, platforms=exact or reported).pick()
         described = stated or Platform.parse(str(report), is_here=True)
         memory = described.memory_bytes or report.memory_bytes
         return replace(described, name=report.name, memory_bytes=memory)
@@ -89,8 +91,8 @@ def platform_of(
         return replace(detection, platforms=alike).pick(wanted, named=named)
     if stated is not None:
         return stated
-    present = ", ".join(sorted({one.device_type for one in detection.platforms}))
-    notes = "".join(f"; {one}" for one in detection.unserved) or (
+    present = ", ".join(sorted({platform.device_type for platform in detection.platforms}))
+    notes = "".join(f"; {reason}" for reason in detection.unserved) or (
         "; if the device is there, name it: VENDOR:ARCH in ATTNMUX_PLATFORM or as platform in "
         "attnmux.toml"
     )

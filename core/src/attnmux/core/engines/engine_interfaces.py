@@ -31,8 +31,8 @@ class Interface:
     """Names that are passed or overridden, in their order, without `self` and `cls`; any other must
     have a default. None: it is not called."""
     attributes: tuple[str, ...] = ()
-    """For a class: members, also inherited ones, and what its methods set on `self`. Of a function:
-    what it sets on its arguments."""
+    """For a class: members, also inherited ones, and attributes that its methods set on `self`. For
+    a function: attributes that it sets on its arguments."""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}" if self.name else self.module
@@ -51,8 +51,8 @@ class Integration:
     warning: type[Warning]
 
     def misfit(self, interfaces: Iterable[Interface]) -> str:
-        """A line that says what the installed engine lacks and what to do; empty if it lacks
-        nothing."""
+        """A line with the interfaces that the installed engine lacks, and the remedy; empty if it
+        lacks none."""
         gaps = missing(interfaces)
         if not gaps:
             return ""
@@ -77,15 +77,15 @@ class Integration:
 
 
 def missing(interfaces: Iterable[Interface], folder: Path | None = None) -> list[str]:
-    """What the sources lack, a text for each gap; empty if everything is there.
+    """Interfaces that the sources lack, a text for each gap; empty if everything is there.
 
     folder: the one that holds the engine's top package, such as site-packages; by default that of
     the installed package.
     """
-    asked = list(interfaces)
-    folder = folder or _installed(asked[0].module.partition(".")[0])
+    wanted = list(interfaces)
+    folder = folder or _installed(wanted[0].module.partition(".")[0])
     sources = Sources(folder)
-    return [gap for interface in asked for gap in _gaps(interface, sources)]
+    return [gap for interface in wanted for gap in _gaps(interface, sources)]
 
 
 def _installed(package: str) -> Path:
@@ -103,15 +103,15 @@ class Sources:
 
     def find(self, module: str, name: str) -> ast.AST | None:
         """The definition of a module's name; imports from modules below the folder are followed."""
-        found = self._find(module, name)
-        return None if found is None else found[1]
+        member = self._find(module, name)
+        return None if member is None else member[1]
 
     def members(self, module: str, name: str) -> set[str]:
-        """What a class has and sets, with its bases; what a function sets."""
-        found = self._find(module, name)
-        if found is None:
+        """Names that a class has and sets, with its bases; names that a function sets."""
+        member = self._find(module, name)
+        if member is None:
             return set()
-        home, node = found
+        home, node = member
         names = {
             part.attr
             for part in ast.walk(node)
@@ -150,9 +150,9 @@ class Sources:
         if node is not None:
             return module, node
         for base in owner.bases:
-            found = self._find(module, f"{_plain_name(base)}.{name}")
-            if found is not None:
-                return found
+            inherited = self._find(module, f"{_plain_name(base)}.{name}")
+            if inherited is not None:
+                return inherited
         return None
 
     def _path(self, module: str) -> Path:
@@ -184,19 +184,19 @@ def _gaps(interface: Interface, sources: Sources) -> Iterator[str]:
             yield f"{interface}({', '.join(interface.parameters)})"
             return
         names, required = _parameters(called.args)
-        given = [name for name in names if name in interface.parameters]
-        if given != list(interface.parameters) or not required <= set(given):
+        known = [name for name in names if name in interface.parameters]
+        if known != list(interface.parameters) or not required <= set(known):
             expected = f"({', '.join(interface.parameters)})"
             yield f"{interface}{expected}, which is ({', '.join(names)})"
 
 
 def _parameters(arguments: ast.arguments) -> tuple[list[str], set[str]]:
     """All names in their order, and those without a default. `self` and `cls` are left out."""
-    positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    positional = [parameter.arg for parameter in (*arguments.posonlyargs, *arguments.args)]
     required = set(positional[: len(positional) - len(arguments.defaults)])
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     required |= {each.arg for each, default in keywords if default is None}
-    names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+    names = [*positional, *(parameter.arg for parameter in arguments.kwonlyargs)]
     bound = {"self", "cls"}
     return [name for name in names if name not in bound], required - bound
 

@@ -29,7 +29,7 @@ def _in_phases(field: str, *phases: str) -> Wanted:
 
 def _drafting(field: str) -> Wanted:
     """The request's field, demanded in the phases that may see drafts: all that read the KV cache,
-    except extend where decode's backend verifies. Decode always may, as it makes the drafts."""
+    except extend if decode's backend verifies. Decode always may, as it makes the drafts."""
     cached = _cached(field)
 
     def wanted(question: Asked) -> Value | None:
@@ -43,8 +43,8 @@ def _tree_windows(question: Asked) -> Value | None:
     request = question.request
     limited = request.sliding_window is not None or request.attention_chunk is not None
     verifies = question.phase == "verify"
-    asked = verifies and limited and request.has_trees and not request.custom_mask
-    return True if asked else None
+    demanded = verifies and limited and request.has_trees and not request.custom_mask
+    return True if demanded else None
 
 
 def _kind(question: Asked) -> Value:

@@ -66,7 +66,8 @@ class Axis:
     weight: int = 1
     """The distance that a failure adds when the nearest clause is sought."""
     columns: Mapping[str, tuple[Value, ...]] = field(default_factory=FrozenMapping)
-    """The support matrix's columns: by title, values of which any shows that it is served."""
+    """The support matrix's columns: by title, the values that fill its cell if one of them is
+    served."""
     asked_by: str = ""
     """A request that asks for the axis, as `Request.parse` reads it; empty: one with a field of its
     name."""
@@ -76,7 +77,7 @@ class Axis:
     words: tuple[str, ...] = ()
     """All words that a request can have; empty: any."""
     tries: tuple[Value, ...] = ()
-    """Numbers that the suite asks for, besides the neighbours of a card's limits."""
+    """Numbers that the suite requests, in addition to the neighbours of a card's limits."""
 
     @property
     def tried(self) -> tuple[Value, ...]:

@@ -1,4 +1,4 @@
-"""Checks of what users and plugins hand over: each error says what was expected instead."""
+"""Checks of values from users and plugins: each error names the expected value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 def refusal(argument: str, got: object, expected: str) -> InvalidInput:
-    """The error for a value, which is shortened where it is long."""
+    """The error for a value, which is shortened if it is long."""
     return InvalidInput(argument, got=_SHORT.repr(got), expected=expected)
 
 
@@ -37,9 +37,9 @@ def read_flag(argument: str, value: object) -> bool:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The one of `known` that is most like `word`, in any case; empty where none is."""
+    """The one of `known` that is most like `word`, in any case; empty if none is."""
     import difflib  # noqa: PLC0415  # off the path of answers: only errors guess
 
-    by_letters = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(word.lower(), by_letters, n=1)
-    return by_letters[found[0]] if found else ""
+    by_letters = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), by_letters, n=1)
+    return by_letters[matches[0]] if matches else ""

@@ -16,8 +16,8 @@ class AttnmuxError(Exception):
     @staticmethod
     def in_brief(error: BaseException, *, lines: int = 1) -> str:
         """The type of any error and the first lines of its message, since compilers print pages."""
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return ": ".join([type(error).__name__, *said[:lines]])
+        text_lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return ": ".join([type(error).__name__, *text_lines[:lines]])
 
 
 class InvalidInput(AttnmuxError, ValueError):
@@ -34,7 +34,7 @@ class InvalidInput(AttnmuxError, ValueError):
 
     @classmethod
     def check_at_least(cls, least: int, argument: str, value: int) -> None:
-        """Raise InvalidInput below `least`, and for what is no whole number."""
+        """Raise InvalidInput below `least`, and for values that are no whole numbers."""
         try:
             is_enough = index(value) >= least
         except TypeError:

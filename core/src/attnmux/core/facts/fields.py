@@ -34,7 +34,7 @@ Reader = Callable[[str, Any], Any]
 
 
 class Check(NamedTuple):
-    """What a value must be."""
+    """A condition on a value."""
 
     expected: str
     """In words, for the error."""
@@ -70,32 +70,32 @@ def read_fields(fact: Any, owner: str = "") -> list[str]:  # noqa: ANN401  # any
     plan: Plan = plan_of(fact.__class__)
     values = plan.values(fact)
     is_given = map(is_not, values, plan.defaults)  # in C: the search makes many requests
-    given = []
+    stated_names = []
     try:
         rows = zip(plan.names, plan.readers, values, strict=True)
         for name, read, value in compress(rows, is_given):
             kept = read(name, value)
             if kept is not value:
                 object.__setattr__(fact, name, kept)
-            given.append(name)
+            stated_names.append(name)
     except InvalidInput as error:
         if not owner:
             raise
         argument = f"{owner}, {error.argument}"
         raise InvalidInput(argument, got=error.got, expected=error.expected) from None
-    return given
+    return stated_names
 
 
 @cache
 def plan_of(kind: type) -> Plan:
     """The plan of a dataclass of two fields or more."""
     types = types_of(kind)
-    given = [each for each in fields(kind) if each.init]
+    initial = [field for field in fields(kind) if field.init]
     return Plan(
-        names=tuple(each.name for each in given),
-        readers=tuple(_reader(types[each.name]) for each in given),
-        defaults=tuple(each.default for each in given),
-        values=attrgetter(*(each.name for each in given)),
+        names=tuple(field.name for field in initial),
+        readers=tuple(_reader(types[field.name]) for field in initial),
+        defaults=tuple(field.default for field in initial),
+        values=attrgetter(*(field.name for field in initial)),
     )
 
 
@@ -106,13 +106,13 @@ def types_of(kind: type) -> Mapping[str, Any]:
     `typing.get_type_hints` looks names up in the class, where a field called `type` hides the type,
     and leaves quotes within a type of `collections.abc` in Python 3.10.
     """
-    known = {each.name for each in fields(kind)}
+    known = {field.name for field in fields(kind)}
     types: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         scope = vars(sys.modules[base.__module__])
         written = {name: text for name, text in get_annotations(base).items() if name in known}
-        found = {text: _unquoted(text, scope) for text in set(written.values())}
-        types |= {name: found[text] for name, text in written.items()}
+        resolved = {text: _unquoted(text, scope) for text in set(written.values())}
+        types |= {name: resolved[text] for name, text in written.items()}
     return types
 
 
@@ -125,7 +125,7 @@ def _unquoted(kind: Any, scope: dict[str, Any]) -> Any:  # noqa: ANN401  # any t
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return Annotated[(_unquoted(args[0], scope), *args[1:])]
-    parts = args if origin is Literal else tuple(_unquoted(each, scope) for each in args)
+    parts = args if origin is Literal else tuple(_unquoted(arg, scope) for arg in args)
     if parts == args:
         return kind
     return Union[parts] if origin in (Union, UnionType) else origin[parts]  # noqa: UP007  # of any number
@@ -164,14 +164,14 @@ def _reader(hint: Any) -> Reader:  # noqa: ANN401  # any type
 
 
 def _mapping_reader(keys: Reader, values: Reader, mark: Check | None) -> Reader:
-    """Refuses one value by its key, and the whole where the mark has words for it."""
+    """Refuses one value by its key, and the whole if the mark has words for it."""
 
     def read(name: str, value: Any) -> Any:  # noqa: ANN401  # reads any value
         expected, holds = mark or Check("a mapping")
         if not isinstance(value, Mapping) or not holds(value):
             raise refusal(name, value, expected)
         try:
-            kept = {key: values(f"{name} of {key}", each) for key, each in value.items()}
+            kept = {key: values(f"{name} of {key}", item) for key, item in value.items()}
             for key in kept:
                 keys(f"{name}, a key", key)
         except InvalidInput:
@@ -202,7 +202,7 @@ def check_of(hint: Any) -> Check:  # noqa: ANN401  # any type
     if origin in (tuple, frozenset):
         return _collection(kind, origin, args)
     if origin in (Union, UnionType):
-        some = [check_of(each).holds for each in args]
+        some = [check_of(arg).holds for arg in args]
         return Check(_named(kind), lambda value: any(holds(value) for holds in some))
     if origin is Literal:
         return Check(f"one of {', '.join(map(str, args))}", lambda value: value in args)
@@ -213,13 +213,13 @@ def check_of(hint: Any) -> Check:  # noqa: ANN401  # any type
 
 def _collection(kind: Any, origin: type[Any], args: tuple[Any, ...]) -> Check:  # noqa: ANN401  # any type
     if origin is tuple and args[-1] is not Ellipsis:
-        places = [check_of(each).holds for each in args]
+        places = [check_of(arg).holds for arg in args]
         return Check(
             _named(kind),
             lambda value: (
                 isinstance(value, tuple)
                 and len(value) == len(places)
-                and all(holds(each) for holds, each in zip(places, value, strict=True))
+                and all(holds(item) for holds, item in zip(places, value, strict=True))
             ),
         )
     element = check_of(args[0]).holds

@@ -1,4 +1,4 @@
-"""Reading a file of which anything may be wrong, and replacing one as a whole."""
+"""Reading untrusted files, and replacing a file as a whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_own(status: os.stat_result) -> None:
 
 
 class Files:
-    """Files of which anything may be wrong: read in bounds, and replaced as a whole."""
+    """Untrusted files, read in bounds and replaced as a whole."""
 
     @staticmethod
     def read(path: str, most: int, *, writable: bool = False, own: bool = False) -> bytes:

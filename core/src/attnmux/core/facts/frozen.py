@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 def defaults(kind: type[Any]) -> Mapping[str, Any]:
     """The fields of a dataclass that have a default, in their order; not those with a factory."""
-    return {each.name: each.default for each in fields(kind) if each.default is not MISSING}
+    return {field.name: field.default for field in fields(kind) if field.default is not MISSING}
 
 
 class FrozenMapping(Mapping[str, V]):
@@ -117,7 +117,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401  # any value
     if isinstance(value, Plain):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, Sequence):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return sorted(value) if isinstance(value, frozenset) else str(value)

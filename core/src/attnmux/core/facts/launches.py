@@ -47,10 +47,10 @@ class TunedLaunch(Record):
         now."""
         device = Device.of(platform)
         return tuple(
-            each
-            for each in launches
-            if (each.backend, each.device) == (backend, device)
-            and all(libraries(name) == version for name, version in each.versions.items())
+            launch
+            for launch in launches
+            if (launch.backend, launch.device) == (backend, device)
+            and all(libraries(name) == version for name, version in launch.versions.items())
         )
 
 
@@ -97,7 +97,7 @@ class Trial(Plain):
     values: Values
     """The launch."""
     median_us: Annotated[Microseconds | None, Check(MICROSECONDS)]
-    """None where it failed, or its result was wrong."""
+    """None if it failed, or its result was wrong."""
     error: str = ""
     is_current: bool = False
     """Whether the backend uses this launch today."""

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 Libraries = Callable[[str], "str | None"]
-"""A distribution's name → its installed version, None where it is not installed."""
+"""A distribution's name → its installed version, None if it is not installed."""
 
 Unreadable = Sequence[tuple[str, Exception]]
 """Distributions by name, and why their entry points cannot be read."""
@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
-    """(name, version); empty where the metadata does not tell."""
+    """(name, version); empty if the metadata does not tell."""
     try:
         if distribution is None:
             return "", ""
@@ -49,10 +49,10 @@ def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
 
 def distributions() -> Mapping[str, metadata.Distribution]:
     """The distributions on `sys.path`, by canonical name. The first of a name hides the others."""
-    found: dict[str, metadata.Distribution] = {}
-    for each in _on_path():
-        found.setdefault(canonical(identity(each)[0]), each)
-    return found
+    by_name: dict[str, metadata.Distribution] = {}
+    for dist in _on_path():
+        by_name.setdefault(canonical(identity(dist)[0]), dist)
+    return by_name
 
 
 def _on_path() -> Sequence[metadata.Distribution]:
@@ -74,7 +74,7 @@ def _found(path: tuple[tuple[str, int], ...]) -> Sequence[metadata.Distribution]
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version in this environment, None where it is not installed. It is read once for each
+    """The version in this environment, None if it is not installed. It is read once for each
     `sys.path`."""
     return _version(canonical(distribution), tuple(sys.path))
 
@@ -89,17 +89,17 @@ def _version(name: str, path: tuple[str, ...]) -> str | None:
 
 def entry_points(group: str) -> tuple[Sequence[metadata.EntryPoint], Unreadable]:
     """The entry points of a group, and the distributions whose entry points cannot be read."""
-    found: dict[str, Sequence[metadata.EntryPoint]] = {}
+    by_owner: dict[str, Sequence[metadata.EntryPoint]] = {}
     unreadable: dict[str, Exception] = {}
     for distribution in _on_path():
         try:
             # Names are in files that take longer to parse, and few have entry points of the group
             if f"[{group}]" in (distribution.read_text("entry_points.txt") or ""):
                 points = distribution.entry_points.select(group=group)
-                found.setdefault(identity(distribution)[0], [*points])
+                by_owner.setdefault(identity(distribution)[0], [*points])
         except Exception as error:
             unreadable.setdefault(identity(distribution)[0], error)
-    return [point for points in found.values() for point in points], [*unreadable.items()]
+    return [point for points in by_owner.values() for point in points], [*unreadable.items()]
 
 
 def assumed(without: Collection[str], libraries: Libraries | None, is_here: bool) -> Libraries:
@@ -151,7 +151,8 @@ def satisfies(requirements: tuple[str, ...], stated: str) -> bool:
     name, _, version = stated.partition(" ")
     parsed = map(parsed_requirement, requirements)
     return bool(version) and any(
-        one.name == name and within(version, one.specifier) for one in parsed
+        requirement.name == name and within(version, requirement.specifier)
+        for requirement in parsed
     )
 
 

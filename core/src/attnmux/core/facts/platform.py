@@ -89,8 +89,8 @@ class Platform(Fact):
                 parts.append("version=" + ".".join(map(str, self.version)))
         if self.runtime:
             key, _, version = self.runtime.partition(" ")
-            own = known is not None and known.runtime == key
-            parts.append(f"{key}={version}" if own else f"runtime={self.runtime}")
+            is_runtime = known is not None and known.runtime == key
+            parts.append(f"{key}={version}" if is_runtime else f"runtime={self.runtime}")
         if self.features:
             parts.append("features=" + "+".join(sorted(self.features)))
         if self.count != 1:
@@ -117,22 +117,22 @@ class Platform(Fact):
         Raises InvalidInput for text that does not follow this grammar.
         """
         head, pairs = _parted(text)
-        given = _pairs(text, pairs)
+        values = _pairs(text, pairs)
         if (product := PRODUCTS.get(head.lower())) is not None:
             known, arch, name = product
-            return cls(**_of_the_table(known, arch, given), name=name, is_here=is_here)
+            return cls(**_of_the_table(known, arch, values), name=name, is_here=is_here)
         vendor, colon, arch = (part.strip() for part in head.partition(":"))
         if not (vendor and colon and arch):
             near = nearest(head.lower(), PRODUCTS)
             guess = f"{near}, or {GRAMMAR}" if near else GRAMMAR
             raise InvalidInput("platform", got=repr(text), expected=guess)
         row = VENDORS.get(vendor.lower())
-        fields = _of_the_table(row, arch, given) if row else _other(vendor, arch, given)
+        fields = _of_the_table(row, arch, values) if row else _other(vendor, arch, values)
         return cls(**fields, is_here=is_here)
 
 
 def _parted(text: str) -> tuple[str, list[str]]:
-    """What stands before the first comma, and the pairs after it."""
+    """The text before the first comma, and the pairs after it."""
     head, *pairs = [part.strip() for part in text.split(",")]
     return head, pairs
 
@@ -144,7 +144,7 @@ def _of_the_table(row: Vendor, arch: str, given: Mapping[str, str]) -> dict[str,
     if version is None:
         expected = f"an architecture of {row.name}, such as {row.examples}"
         raise InvalidInput("platform", got=repr(arch), expected=expected)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "vendor": row.name,
         "device_type": row.device_type,
         "arch": arch,
@@ -152,10 +152,10 @@ def _of_the_table(row: Vendor, arch: str, given: Mapping[str, str]) -> dict[str,
     }
     for key, value in given.items():
         if row.runtime and key == row.runtime:
-            found["runtime"] = f"{key} {_numbers(key, value)}"
+            values["runtime"] = f"{key} {_numbers(key, value)}"
         else:
-            found.update(_shared(key, value.lower(), row.runtime))
-    return found
+            values.update(_shared(key, value.lower(), row.runtime))
+    return values
 
 
 def _other(vendor: str, arch: str, given: Mapping[str, str]) -> dict[str, Any]:
@@ -165,30 +165,30 @@ def _other(vendor: str, arch: str, given: Mapping[str, str]) -> dict[str, Any]:
         guess = f" (did you mean {near!r}?)" if near else ""
         expected = f"a vendor of {', '.join(VENDORS)}{guess}, or device=TYPE for another vendor"
         raise InvalidInput("platform", got=f"the vendor {vendor!r}", expected=expected)
-    found: dict[str, Any] = {"vendor": vendor, "arch": arch}
+    values: dict[str, Any] = {"vendor": vendor, "arch": arch}
     for key, value in given.items():
         if key == "device":
-            found["device_type"] = value
+            values["device_type"] = value
         elif key == "version":
-            found["version"] = tuple(map(int, _numbers(key, value).split(".")))
+            values["version"] = tuple(map(int, _numbers(key, value).split(".")))
         elif key == "runtime":
-            found["runtime"] = value
+            values["runtime"] = value
         else:
-            found.update(_shared(key, value, "device, version, runtime"))
-    return found
+            values.update(_shared(key, value, "device, version, runtime"))
+    return values
 
 
 def _pairs(text: str, pairs: list[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = (part.strip() for part in pair.partition("="))
         key = key.lower()
         if not (key and equals and value):
             raise InvalidInput("platform", got=f"{pair!r} in {text!r}", expected=GRAMMAR)
-        if key in given:
+        if key in values:
             raise InvalidInput("platform", got=f"{key!r} twice", expected="each key once")
-        given[key] = value
-    return given
+        values[key] = value
+    return values
 
 
 def _numbers(key: str, value: str) -> str:

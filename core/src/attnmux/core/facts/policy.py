@@ -32,7 +32,7 @@ Backend = Annotated[str | None, Check("a backend's name, or None")]
 
 def _names(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
     is_several = isinstance(value, Collection) and not isinstance(value, str)
-    if not is_several or not all(isinstance(each, str) for each in value):
+    if not is_several or not all(isinstance(item, str) for item in value):
         raise refusal(name, value, "several names, as a tuple of them")
     return tuple(value)
 
@@ -80,7 +80,7 @@ class Policy:
     backend that has it as its name or an alias."""
     deny: Annotated[tuple[str, ...], _names] = ()
     prefer: Annotated[tuple[str, ...], _names] = ()
-    """Backends that win over every rank where they fit; the first wins over the next."""
+    """Backends that win over every rank if they fit; the first wins over the next."""
     allow_coercion: bool = False
     """Whether values that a user, the environment or a config file set may be changed."""
     without: Annotated[frozenset[str], _distributions] = frozenset()
@@ -104,8 +104,8 @@ class Policy:
 
     def origin_of(self, phase: str) -> str:
         """Source of the name for a leading phase: user, env or config; empty without a name."""
-        given = self.named_for(phase)
-        return "" if given is None else self.origins.get(given[0], "user")
+        naming = self.named_for(phase)
+        return "" if naming is None else self.origins.get(naming[0], "user")
 
     def source_of(self, field_name: str) -> str:
         """The source of a name that the user did not give: "backend of the environment"."""

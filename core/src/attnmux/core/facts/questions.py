@@ -1,4 +1,4 @@
-"""One phase of a request on a platform, and what it demands on each axis."""
+"""One phase of a request on a platform, and its demand on each axis."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ Questions = Mapping[str, Question]
 
 def demands_of(questions: Iterable[Question]) -> dict[Demand, list[str]]:
     """The phases that make each demand, in the order of the axes."""
-    found: dict[Demand, list[str]] = {}
+    phases_by_demand: dict[Demand, list[str]] = {}
     for question in questions:
         for demand in question.demands:
-            found.setdefault(demand, []).append(question.phase)
-    return {demand: found[demand] for demand in sorted(found, key=lambda one: AXES.index(one[0]))}
+            phases_by_demand.setdefault(demand, []).append(question.phase)
+    return {
+        demand: phases_by_demand[demand]
+        for demand in sorted(phases_by_demand, key=lambda one: AXES.index(one[0]))
+    }

@@ -27,13 +27,13 @@ def read_fact(kind: type[P], data: Any, noun: str = "") -> P:  # noqa: ANN401  #
     noun = noun or kind.__name__.lower()
     if not isinstance(data, Mapping):
         raise refusal(noun, data, "its fields by name")
-    types, known = types_of(kind), {each.name: each for each in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    types, known = types_of(kind), {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     for name in data:
         if name not in known:
             expected = f"the fields {', '.join(known)}"
             raise InvalidInput(noun, got=f"a field {name!r}", expected=expected)
-    for name, each in known.items():
-        if name not in data and each.default is each.default_factory is MISSING:
+    for name, field in known.items():
+        if name not in data and field.default is field.default_factory is MISSING:
             expected = check_of(types[name]).expected
             raise InvalidInput(f"{noun}, {name}", got="nothing", expected=expected)
     try:
@@ -64,17 +64,17 @@ def _typed(name: str, hint: Any, value: Any) -> Any:  # noqa: ANN401  # any type
     kind, _ = parted(hint)
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        kinds = [each for each in args if each is not type(None)]
+        kinds = [arg for arg in args if arg is not type(None)]
         is_clear = len(kinds) == 1 and value is not None
         return _typed(name, kinds[0], value) if is_clear else value
     if origin in (tuple, frozenset, Sequence):
         if not isinstance(value, list):
             raise refusal(name, value, "a list")
         return (frozenset if origin is frozenset else tuple)(
-            _typed(name, args[0], each) for each in value
+            _typed(name, args[0], item) for item in value
         )
     if origin is Mapping and isinstance(value, Mapping):
-        return {key: _typed(name, args[1], each) for key, each in value.items()}
+        return {key: _typed(name, args[1], item) for key, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, Fact):
         return kind.from_dict(value)
     if isinstance(kind, type) and issubclass(kind, Plain):

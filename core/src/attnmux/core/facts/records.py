@@ -1,4 +1,4 @@
-"""Records of what this machine has measured, and how the JSON files that keep them are read.
+"""Records of this machine's measurements, and the reading of their JSON files.
 
 A reader takes every record that it can read. attnmux-testing writes the files.
 """
@@ -65,7 +65,7 @@ class Records(Generic[R]):
 
     found: tuple[R, ...] = ()
     problems: tuple[str, ...] = ()
-    """What could not be read, in words."""
+    """Entries that could not be read, in words."""
     damaged: bool = False
     """Whether the file as a whole could not be read."""
     is_foreign: bool = False
@@ -104,7 +104,7 @@ class Record(Fact):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What identifies a record: the later of two with the same key counts."""
+        """Identifies a record: the later of two with the same key counts."""
         names = ("backend", "device", "versions", *self.keyed_by)
         return tuple(getattr(self, name) for name in names)
 
@@ -151,14 +151,14 @@ class Record(Fact):
     @classmethod
     def content(cls: type[R], records: Iterable[R]) -> dict[str, Any]:
         """The content of a file with the last record of each key."""
-        return {"format": FORMAT, cls.listed: [each.to_dict() for each in latest(records)]}
+        return {"format": FORMAT, cls.listed: [record.to_dict() for record in latest(records)]}
 
 
 def latest(records: Iterable[R]) -> tuple[R, ...]:
     """The last record of each key; for equal dates, the last one given."""
-    found: dict[tuple[object, ...], R] = {}
-    for each in records:
-        known = found.get(each.key)
-        if known is None or known.date <= each.date:
-            found[each.key] = each
-    return tuple(found.values())
+    by_key: dict[tuple[object, ...], R] = {}
+    for record in records:
+        known = by_key.get(record.key)
+        if known is None or known.date <= record.date:
+            by_key[record.key] = record
+    return tuple(by_key.values())

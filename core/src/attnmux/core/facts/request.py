@@ -77,7 +77,7 @@ class Request(Plain):
     """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
     context of no more tokens has plain MLA."""
     index_block_size: Count = None
-    """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
+    """Keys of a block, if the indexer of a model of kind "mha" picks `index_topk` blocks. It
     demands nothing of backends; see `PickedBlocksBackend`."""
     encoder_head_dim: Count = None
     """Dim of the heads of a multimodal model's encoder."""
@@ -128,11 +128,11 @@ class Request(Plain):
     of a slot side by side."""
     other_layers: Groups = ()
     """Attention layers whose heads, dims, features or KV dtype are not those of the fields above,
-    as where window layers have more KV heads. Each group has a backend of its own, see
+    for example window layers with more KV heads. Each group has a backend of its own, see
     `Decision.others`."""
     compressed_layers: Layers = ()
     """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
-    merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
+    merged with the backend's by LSE. They demand only `lse`; see `CompressedKeys`."""
     linear_layers: Layers = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.parts`; they ask nothing of the
@@ -142,17 +142,17 @@ class Request(Plain):
     linear_v_head_dim: Count = None
     """V dim of their recurrent states; None: as `linear_head_dim`."""
     parts: Layers = ()
-    """(part, number) of what parts of other packages serve, see `Part`. The number is the part's to
-    read; 1 where it needs none."""
+    """(part, number) for parts of other packages, see `Part`. The number is the part's to read; 1
+    if it needs none."""
     max_error: Measure = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
     origins: Annotated[Mapping[str, str], _origins] = field(default_factory=FrozenMapping)
     """Source of each value that is set: one of ORIGINS. Values without an origin are the user's."""
 
     def __post_init__(self) -> None:
-        given = read_fields(self)
-        given.remove("origins")  # it has no default
-        origins = self._noted_origins(given)
+        names = read_fields(self)
+        names.remove("origins")  # it has no default
+        origins = self._noted_origins(names)
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
         if q_heads and kv_heads and q_heads % kv_heads:
             got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
@@ -185,14 +185,14 @@ class Request(Plain):
         return origins
 
     def _derived_phases(self) -> tuple[str, ...]:
-        asked = {
+        wanted = {
             "extend": True,
             "decode": True,
             "verify": bool(self.spec_topk),
             "draft": bool(self.spec_topk) and self.kind not in LINEAR_KINDS,
             "encoder": self.multimodal,
         }
-        return tuple(phase for phase in PHASES if asked[phase])
+        return tuple(phase for phase in PHASES if wanted[phase])
 
     @property
     def latent(self) -> bool:
@@ -206,7 +206,7 @@ class Request(Plain):
 
     @property
     def index_reach(self) -> int | None:
-        """The longest context of which an indexer picks every key; None without one."""
+        """The longest context in which an indexer picks every key; None without one."""
         return None if self.index_topk is None else self.index_topk * (self.index_block_size or 1)
 
     def replace(self, *, origin: str = "user", **changes: object) -> Request:
@@ -214,8 +214,8 @@ class Request(Plain):
         _check_names(changes)
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
         # Each value that is set has an origin
-        given: dict[str, Any] = {name: getattr(self, name) for name in self.origins}
-        return Request(**{**given, **changes}, origins=origins)
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.origins}
+        return Request(**{**values, **changes}, origins=origins)
 
     @property
     def has_trees(self) -> bool:
@@ -259,9 +259,9 @@ class Request(Plain):
         Raises InvalidInput for an unknown key: a request from a later version may have demands that
         this version cannot check.
         """
-        given = {key: value for key, value in data.items() if key != "origins"}
-        _check_names(given)
-        return cls(**given, origins=data.get("origins", {}))
+        values = {key: value for key, value in data.items() if key != "origins"}
+        _check_names(values)
+        return cls(**values, origins=data.get("origins", {}))
 
     @classmethod
     def parse(cls, text: str, *, origin: str = "user") -> Request:
@@ -283,16 +283,16 @@ del READERS["origins"]
 
 def parse_fields(text: str) -> dict[str, str]:
     """The fields that "a=1,b=2" sets, as text."""
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in READERS:
             expected = f"FIELD=VALUE with {_names(name)}"
             raise InvalidInput("request", got=repr(pair), expected=expected)
-        if name in given:
+        if name in values:
             raise InvalidInput("request", got=f"{name!r} twice", expected="each field once")
-        given[name] = value
-    return given
+        values[name] = value
+    return values
 
 
 def _check_names(given: Iterable[str]) -> None:

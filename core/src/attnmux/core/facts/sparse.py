@@ -1,4 +1,4 @@
-"""What a request for chosen pages or picked blocks must have, and what it excludes."""
+"""Requirements and exclusions of requests for chosen pages or picked blocks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ EXCLUDED = (
 
 
 def check_sparse(asked: Any) -> None:  # noqa: ANN401  # a request, whose module imports this one
-    """Raise InvalidInput for a request that chooses pages and has what excludes them."""
+    """Raise InvalidInput for a request with chosen pages and a feature that excludes them."""
     if asked.sparse is None and asked.sparse_budget is None:
         return
     if asked.sparse is None or asked.sparse_budget is None:
         name = "sparse" if asked.sparse is None else "sparse_budget"
         raise InvalidInput(name, got=None, expected="sparse and sparse_budget together")
-    found = [name for name in EXCLUDED if getattr(asked, name)]
-    found += [f"kind={asked.kind}"] * (asked.kind != "mha")
-    found += [f"kv_dtype={asked.kv_dtype}"] * (asked.kv_dtype not in (None, asked.dtype))
-    if found:
-        got = f"{asked.sparse} with {', '.join(found)}"
+    exclusions = [name for name in EXCLUDED if getattr(asked, name)]
+    exclusions += [f"kind={asked.kind}"] * (asked.kind != "mha")
+    exclusions += [f"kv_dtype={asked.kv_dtype}"] * (asked.kv_dtype not in (None, asked.dtype))
+    if exclusions:
+        got = f"{asked.sparse} with {', '.join(exclusions)}"
         expected = "none of these: pages are chosen in plain causal layers without drafts"
         raise InvalidInput("sparse", got=got, expected=expected)
 
 
 def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
-    """Raise InvalidInput for a request whose indexer picks blocks and that has what excludes it."""
+    """Raise InvalidInput for a request with picked blocks and a feature that excludes them."""
     if asked.index_block_size is None:
         return
     excluded = {
@@ -45,16 +45,16 @@ def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
         "multi_item": asked.multi_item,
         f"kv_dtype={asked.kv_dtype}": asked.kv_dtype == "fp4_e2m1",
     }
-    found = [name for name, is_set in excluded.items() if is_set]
-    if found:
-        got = f"{asked.index_block_size} with {', '.join(found)}"
+    exclusions = [name for name, is_set in excluded.items() if is_set]
+    if exclusions:
+        got = f"{asked.index_block_size} with {', '.join(exclusions)}"
         expected = "index_topk blocks of kind mha in 8 bits or more, and drafts in chains"
         raise InvalidInput("index_block_size", got=got, expected=expected)
 
 
 def check_decidable(asked: Any) -> None:  # noqa: ANN401  # as above
-    """Raise InvalidInput where pages are chosen and the solver would have to choose their size or
-    dtype, and for a budget that `check_budget` refuses."""
+    """Raise InvalidInput for chosen pages if the page size or dtype is open, and for a budget that
+    `check_budget` refuses."""
     if asked.sparse is None:
         return
     check_budget(asked.sparse_budget, asked.page_size or 0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from attnmux.core.facts.frozen import FrozenMapping
 
 Evidence = Callable[[Path], str]
-"""From the root of /dev and /sys to the evidence in words; empty where there is none."""
+"""From the root of /dev and /sys to the evidence in words; empty if there is none."""
 
 DISPLAY_UNITS = 2
 """Compute units of the display-only GPUs in desktop processors, which are ignored."""
@@ -30,8 +30,8 @@ def render_node(pci_vendor: str, root: Path) -> str:
     for node in sorted(root.glob("sys/class/drm/renderD*/device")):
         address = node.resolve().name
         # Device 2 of bus 0 is in the package; its other functions are virtual shares
-        own = re.fullmatch(r"0000:00:02\.[0-7]", address)
-        if own is None and _read(node / "vendor") == pci_vendor:
+        integrated = re.fullmatch(r"0000:00:02\.[0-7]", address)
+        if integrated is None and _read(node / "vendor") == pci_vendor:
             return f"PCI {address}"
     return ""
 

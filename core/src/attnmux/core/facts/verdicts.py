@@ -26,8 +26,8 @@ class Reason(Plain):
     all reasons of a verdict have one, or none has. Following them all leads to a decision in which
     the backend serves the phase, if necessary after hints for the other phases."""
     by: Asker = "rule"
-    """Whose value `wanted` is: the request's or the machine's, of which the card serves `offered`;
-    or a rule's, such as an allow list, that `offered` breaks."""
+    """The owner of the value `wanted`: the request or the machine, to which the card offers
+    `offered`; or a rule, such as an allow list, that `offered` breaks."""
 
     def __str__(self) -> str:
         text = f"{self.axis}: {self._text()}"
@@ -50,8 +50,8 @@ def without_hints(reasons: Iterable[Reason]) -> list[Reason]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Obstacle(Plain):
-    """What keeps a backend from its phases as decided: with the decision's page size and KV dtype,
-    and with the backends chosen for the other phases."""
+    """An obstacle between a backend and its phases as decided, with the decision's page size and KV
+    dtype, and with the backends chosen for the other phases."""
 
     phase: str
     """The first that fails, of those that one backend serves together."""
@@ -67,7 +67,7 @@ class Verdict(Plain):
     phase: str
     verdict: Status
     rank: int | None
-    """Lower is better; None where rejected."""
+    """Lower is better; None if rejected."""
     measured: bool = False
     """Whether the rank follows figures, of this machine or of its kind, and not a prior."""
     source: str = ""

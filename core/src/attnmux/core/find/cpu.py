@@ -36,14 +36,14 @@ def probe_cpu(cpuinfo: Path = CPUINFO, cgroup: Path = CGROUP) -> Platform:
     The feature "cxx_compiler" means that kernels can be compiled here.
     """
     flags, name = _flags_and_name(cpuinfo)
-    found = {word for word, needed in FEATURES.items() if flags.issuperset(needed)}
+    features = {word for word, needed in FEATURES.items() if flags.issuperset(needed)}
     if any(map(shutil.which, COMPILERS)):
-        found.add("cxx_compiler")
+        features.add("cxx_compiler")
     return Platform(
         vendor="cpu",
         device_type="cpu",
         arch=_arch(),
-        features=frozenset(found),
+        features=frozenset(features),
         name=name,
         memory_bytes=_memory(cgroup),
         core_count=_cores(),
@@ -89,7 +89,7 @@ def _cores() -> int:
 
 
 def _memory(cgroup: Path) -> int:
-    """Physical memory, or the container's limit where that is lower; 0 unknown."""
+    """Physical memory, or the container's limit if that is lower; 0 unknown."""
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

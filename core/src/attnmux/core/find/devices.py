@@ -36,16 +36,16 @@ class Detection:
 
     @property
     def accelerators(self) -> tuple[Platform, ...]:
-        return tuple(found for found in self.platforms if found.vendor != "cpu")
+        return tuple(platform for platform in self.platforms if platform.vendor != "cpu")
 
     def pick(self, wanted: str | None = None, *, named: str = "platform") -> Platform:
-        """The platform to use: the only kind of accelerator, or the CPU where there is none.
+        """The platform to use: the only kind of accelerator, or the CPU if there is none.
 
         `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named`
-        is what it was read from, for the error. Unlike cards of one architecture are one platform,
-        with both names and the smaller memory. Raises AmbiguousPlatform if several kinds of
-        accelerator are present (or match), InvalidInput if none matches. A caller that gets the CPU
-        should show `unserved` and `failures` prominently.
+        is its source, for the error. Unlike cards of one architecture are one platform, with both
+        names and the smaller memory. Raises AmbiguousPlatform if several kinds of accelerator are
+        present (or match), InvalidInput if none matches. A caller that gets the CPU should show
+        `unserved` and `failures` prominently.
         """
         if wanted is None:
             return _only(self.accelerators or self.platforms[-1:])
@@ -72,13 +72,13 @@ def survey(
     """
     platforms = sorted(found, key=_order)
     served = {platform.vendor for platform in platforms}
-    own = list(failures)
+    all_failures = list(failures)
     if "cpu" not in served:
         cpu, error = _in_time(probe_cpu, seconds)
         platforms.append(cpu or bare_cpu())
-        own += _own_failure("the CPU", error)
+        all_failures += _own_failure("the CPU", error)
     present, error = _in_time(lambda: present_vendors(served, variables, root), seconds)
-    own += _own_failure("/dev and /sys", error)
+    all_failures += _own_failure("/dev and /sys", error)
     unserved = tuple(
         diagnosis(vendor, evidence, loaded, failures, variables)
         for vendor, evidence in present or ()
@@ -87,7 +87,7 @@ def survey(
     if described is not None:
         platforms = sorted([*platforms, described], key=_order)
         unserved = tuple(device for device in unserved if device.vendor != described.vendor)
-    return Detection(platforms=tuple(platforms), failures=tuple(own), unserved=unserved)
+    return Detection(platforms=tuple(platforms), failures=tuple(all_failures), unserved=unserved)
 
 
 def _order(platform: Platform) -> tuple[bool, str, str, str]:
@@ -106,7 +106,9 @@ def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platfor
     more, its vendor and its architecture count."""
     name = wanted.strip().lower().partition(",")[0]
     return tuple(
-        one for one in platforms if name in (one.vendor.lower(), f"{one.vendor}:{one.arch}".lower())
+        platform
+        for platform in platforms
+        if name in (platform.vendor.lower(), f"{platform.vendor}:{platform.arch}".lower())
     )
 
 
@@ -115,7 +117,7 @@ def check_named(detection: Detection, wanted: str, *, named: str = "platform") -
     if named_platforms(detection.platforms, wanted):
         return
     vendor = wanted.strip().lower().partition(":")[0]
-    present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
+    present = ", ".join(f"{platform.vendor}:{platform.arch}" for platform in detection.platforms)
     notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
     raise InvalidInput(named, got=repr(wanted), expected=f"one of {present}{notes}")
 
@@ -132,7 +134,7 @@ def _only(found: Sequence[Platform]) -> Platform:
 
 
 def _together(cards: Sequence[Platform]) -> Platform:
-    """Unlike cards of one architecture, with what each of them has."""
+    """Unlike cards of one architecture, with the properties of each."""
     return replace(
         cards[0],
         name=" and ".join(dict.fromkeys(card.name for card in cards if card.name)),
@@ -150,16 +152,16 @@ def _in_time(
     question: Callable[[], T], seconds: float
 ) -> tuple[T, None] | tuple[None, BaseException]:
     """The answer, or nothing and the reason: its exception, or a TimeoutError after `seconds`."""
-    told: list[tuple[T, None] | tuple[None, BaseException]] = []
+    result: list[tuple[T, None] | tuple[None, BaseException]] = []
 
     def work() -> None:
         try:
-            told.append((question(), None))
+            result.append((question(), None))
         except BaseException as error:
-            told.append((None, error))
+            result.append((None, error))
 
     # A daemon thread can be abandoned: nothing stops one that hangs in a driver
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     worker.join(seconds)
-    return told[0] if told else (None, TimeoutError(f"no answer in {seconds:g} s"))
+    return result[0] if result else (None, TimeoutError(f"no answer in {seconds:g} s"))

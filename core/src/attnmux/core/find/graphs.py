@@ -7,7 +7,7 @@ from attnmux.core.facts.request import Request
 from attnmux.core.find.plugins import admitted_points
 
 GROUP = "attnmux.graphs"
-"""Entry points named after a type of torch device: what makes a device's `DeviceGraphs`."""
+"""Entry points named after a type of torch device, which make a device's `DeviceGraphs`."""
 CAPTURED = frozenset({"decode", "verify", "draft"})
 
 
@@ -22,8 +22,8 @@ def has_graphs(device_type: str) -> bool:
 def with_graphs(request: Request, platform: Platform) -> Request:
     """The request with `graph`, which a decision drops if no backend can be captured.
 
-    As it is if it asks for graphs itself, has no phase that is captured, or the device has no
-    graphs.
+    It is unchanged if it requests graphs itself, has no phase that is captured, or the device has
+    no graphs.
     """
     captured = not request.is_linear and CAPTURED.intersection(request.phases)
     if request.graph or not captured or not has_graphs(platform.device_type):

@@ -96,19 +96,27 @@ class Manager:
     def _caller(self, plugin: Plugin, hook: str) -> pluggy.HookCaller:
         """Calls the hook of this plugin alone."""
         every: pluggy.HookCaller = getattr(self._modules.hook, hook)
-        others = [each.plugin for each in every.get_hookimpls() if each.plugin_name != plugin.key]
+        others = [
+            implementation.plugin
+            for implementation in every.get_hookimpls()
+            if implementation.plugin_name != plugin.key
+        ]
         return self._modules.subset_hook_caller(hook, others)
 
     def _ask(self, plugin: Plugin, hook: str, expected: type[T]) -> list[T]:
         """The hook's answer. Raises whatever it raises, and AttnmuxError for another type."""
         caller = self._caller(plugin, hook)
         answers: Any = caller()
-        called = [each for each in caller.get_hookimpls() if not (each.wrapper or each.hookwrapper)]
+        called = [
+            implementation
+            for implementation in caller.get_hookimpls()
+            if not (implementation.wrapper or implementation.hookwrapper)
+        ]
         if type(answers) is list and len(answers) < len(called):
             answers = [None]  # pluggy drops it
         found: list[T] = []
         for answer in answers if type(answers) is list else [answers]:
-            if type(answer) is not list or not all(type(each) is expected for each in answer):
+            if type(answer) is not list or not all(type(item) is expected for item in answer):
                 got = reprlib.repr(answer)
                 raise AttnmuxError(f"{hook} returned {got}, not a list of {expected.__name__}")
             found += answer
@@ -138,7 +146,7 @@ def check_device(distribution: str, platform: Platform) -> None:
 
 
 def _attempt(work: Callable[[Plugin], Plugin], plugin: Plugin, stage: Stage) -> Plugin:
-    """The result, or the plugin with a failure. What the plugin prints goes to standard error."""
+    """The result, or the plugin with a failure. The plugin's output goes to standard error."""
     try:
         with redirect_stdout(sys.stderr):
             return work(plugin)

@@ -68,14 +68,14 @@ class Plugin(NamedTuple):
 def failure_of(plugin: Plugin, stage: Stage, error: BaseException) -> PluginFailure:
     """The exception as a row of the report."""
     try:
-        said = str(error)
+        message = str(error)
     except BaseException:  # it is the plugin's own code that fails
-        said = "its message cannot be read"
+        message = "its message cannot be read"
     try:
         trace = "".join(traceback.format_exception(error))
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
-    return failed(plugin, stage, f"{type(error).__name__}: {said}", trace)
+    return failed(plugin, stage, f"{type(error).__name__}: {message}", trace)
 
 
 def failed(plugin: Plugin, stage: Stage, error: str, trace: str = "") -> PluginFailure:

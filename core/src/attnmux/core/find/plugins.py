@@ -24,7 +24,7 @@ from attnmux.core.find.settings import SECONDS, Settings
 GROUP = "attnmux"
 """The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
 OWN = "attnmux-"
-"""Where `attnmux-NAME` is installed, the plugin name NAME is its own."""
+"""If `attnmux-NAME` is installed, the plugin name NAME is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,10 @@ class Plugins:
         if configured is not None:
             known = configured if allow is None else allow
             allow = tuple(name for name in known if is_admitted(name, configured, ()))
-        found = find_plugins(allow, (*several_names("deny", deny), *denied))
-        plugins = [plugin if plugin.failures else manager().load(plugin) for plugin in found]
+        admitted_plugins = find_plugins(allow, (*several_names("deny", deny), *denied))
+        plugins = [
+            plugin if plugin.failures else manager().load(plugin) for plugin in admitted_plugins
+        ]
         return cls(
             loaded=tuple(plugin for plugin in plugins if not plugin.failures),
             failures=tuple(failure for plugin in plugins for failure in plugin.failures),
@@ -129,11 +131,14 @@ class Plugins:
         """
         from attnmux.core.find.probes import probe  # noqa: PLC0415  # not asked about other machines
 
-        asked = probe([plugin for plugin in self.loaded if plugin.probes], self.seconds)
+        probed = probe([plugin for plugin in self.loaded if plugin.probes], self.seconds)
         return survey(
-            (platform for plugin in asked for platform in plugin.platforms),
+            (platform for plugin in probed for platform in plugin.platforms),
             loaded={plugin.distribution for plugin in self.loaded},
-            failures=[*self.failures, *(each for plugin in asked for each in plugin.failures)],
+            failures=[
+                *self.failures,
+                *(failure for plugin in probed for failure in plugin.failures),
+            ],
             variables=self.variables,
             named=self.named,
             root=root,
@@ -172,7 +177,7 @@ def find_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
         nameless = Plugin(EntryPoint(name, "", GROUP), name)
         found.append(nameless._replace(failures=(failure_of(nameless, "load", error),)))
     for plugin in plugins:
-        sharing = sorted(each.distribution for each in plugins if each.name == plugin.name)
+        sharing = sorted(other.distribution for other in plugins if other.name == plugin.name)
         owner = OWN + plugin.name
         if len(sharing) > 1 and (plugin.distribution != owner or sharing.count(owner) > 1):
             error = AttnmuxError(
@@ -191,8 +196,8 @@ def admitted_points(group: str, name: str) -> dict[str, EntryPoint]:
     if not points:
         return {}
     admitted = {plugin.distribution for plugin in Plugins.load().loaded}
-    found = {identity(point.dist)[0]: point for point in points}
-    return {owner: point for owner, point in sorted(found.items()) if owner in admitted}
+    by_owner = {identity(point.dist)[0]: point for point in points}
+    return {owner: point for owner, point in sorted(by_owner.items()) if owner in admitted}
 
 
 def several_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -205,14 +210,14 @@ def several_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
 def is_admitted(distribution: str, allow: Iterable[str] | None, deny: Iterable[str]) -> bool:
     """Whether the lists admit a distribution. In them, NAME also means `attnmux-NAME`."""
     name = canonical(distribution)
-    own = {name, name.removeprefix(OWN)}
-    allowed = allow is None or not own.isdisjoint(map(canonical, allow))
-    return allowed and own.isdisjoint(map(canonical, deny))
+    names = {name, name.removeprefix(OWN)}
+    allowed = allow is None or not names.isdisjoint(map(canonical, allow))
+    return allowed and names.isdisjoint(map(canonical, deny))
 
 
 def unknown_plugins(names: Iterable[str], *, denied: bool) -> dict[str, str]:
     """The names that match no installed plugin, each with the name that was probably meant, or with
-    an empty text. denied: whether names of plugins match too, as they do where they are denied."""
+    an empty text. denied: whether names of plugins match too, as they do if they are denied."""
     points, _ = entry_points(GROUP)
     owners = {point.name: identity(point.dist)[0] for point in points}
     return {

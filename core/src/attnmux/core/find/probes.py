@@ -37,38 +37,38 @@ def probe(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
     A plugin that ends the child, or takes more than `seconds` to load or to answer, has a failure.
     Another child then asks the plugins after it.
     """
-    found: list[Plugin] = []
-    while len(found) < len(plugins):
+    probed: list[Plugin] = []
+    while len(probed) < len(plugins):
         try:
-            found += _in_a_child(plugins[len(found) :], seconds)
+            probed += _in_a_child(plugins[len(probed) :], seconds)
         except OSError as error:
             why = f"no process could be started to load it: {AttnmuxError.in_brief(error)}"
-            for plugin in plugins[len(found) :]:
-                found.append(plugin._replace(failures=(failed(plugin, "load", why),)))
-    return found
+            for plugin in plugins[len(probed) :]:
+                probed.append(plugin._replace(failures=(failed(plugin, "load", why),)))
+    return probed
 
 
 def _in_a_child(plugins: Sequence[Plugin], seconds: float) -> Iterator[Plugin]:
     """All plugins, or those up to the first that ends or stops the child. Raises OSError if no
     child can be started."""
-    rows = [[each.name, each.point.value, each.distribution, each.version] for each in plugins]
-    asked = json.dumps({"plugins": rows, "seconds": seconds}).encode()
-    with tempfile.TemporaryFile() as noise, _child(asked, noise) as (child, lines):
+    rows = [[other.name, other.point.value, other.distribution, other.version] for other in plugins]
+    question = json.dumps({"plugins": rows, "seconds": seconds}).encode()
+    with tempfile.TemporaryFile() as noise, _child(question, noise) as (child, lines):
         began = time.monotonic()
         if not (line := _next(lines, START_SECONDS)):
             raise OSError(_end_of(noise) or _why(line, child, began, START_SECONDS))
         for plugin in plugins:
-            told: dict[str, Any] = {}
+            answers: dict[str, Any] = {}
             began = time.monotonic()
             for stage in STAGES:
                 line = _next(lines, seconds)
                 if not line:
                     why = _why(line, child, began, seconds)
                     row = failed(plugin, stage, why, _end_of(noise))
-                    yield _answered(plugin, told)._replace(failures=(row,))
+                    yield _answered(plugin, answers)._replace(failures=(row,))
                     return
-                told |= json.loads(line)
-            yield _answered(plugin, told)
+                answers |= json.loads(line)
+            yield _answered(plugin, answers)
 
 
 @contextmanager
@@ -145,20 +145,20 @@ def _answered(plugin: Plugin, told: dict[str, Any]) -> Plugin:
 
 def main() -> None:
     """Load the plugins of the request on standard input, and write the answers of their probes."""
-    asked = json.load(sys.stdin)
+    question = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what plugins print
     print("started", file=answers, flush=True)
     faulthandler.enable()
-    manager, seconds, own = Manager(), asked["seconds"], os.getpid()
+    manager, seconds, process = Manager(), question["seconds"], os.getpid()
 
     def tell(plugin: Plugin, **facts: Any) -> None:  # noqa: ANN401  # plain data
-        if os.getpid() != own:  # a copy that the plugin forked would answer too
+        if os.getpid() != process:  # a copy that the plugin forked would answer too
             os._exit(0)
         facts["failures"] = [failure.to_dict() for failure in plugin.failures]
         print(json.dumps(facts), file=answers, flush=True)
 
-    for name, value, distribution, version in asked["plugins"]:
+    for name, value, distribution, version in question["plugins"]:
         faulthandler.dump_traceback_later(0.9 * seconds)
         before, began = "torch" in sys.modules, time.monotonic()
         plugin = manager.load(Plugin(EntryPoint(name, value, ""), distribution, version))

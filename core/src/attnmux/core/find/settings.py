@@ -48,14 +48,14 @@ def read_assignments(where: str, texts: Iterable[str]) -> dict[str, dict[str, st
 
     Raises InvalidInput for other text.
     """
-    found: dict[str, dict[str, str]] = {}
+    by_backend: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")
         backend, dot, option = target.strip().partition(".")
         if not (equals and dot and backend and option):
             raise InvalidInput(where, got=repr(text), expected="BACKEND.OPTION=VALUE")
-        found.setdefault(backend, {})[option] = value
-    return found
+        by_backend.setdefault(backend, {})[option] = value
+    return by_backend
 
 
 def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # reads any value
@@ -91,7 +91,7 @@ Flag = Annotated[bool, read_flag]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The configured values; None or empty where nothing is configured."""
+    """The configured values; None or empty if nothing is configured."""
 
     platform: Word = None
     """A vendor, or vendor:arch, that is on this machine. A device that no plugin finds is described
@@ -123,7 +123,7 @@ class Settings:
     allow_coercion: Flag = False
     """Let the solver change or drop values that no backend serves; the decision records them."""
     deterministic: Flag = False
-    """Ask for bits that do not depend on the other requests: what `select` and `generate` ask."""
+    """Request bits that do not depend on the other requests, in `select` and `generate`."""
     measurements: Word = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
     path in a configuration file is relative to that file."""
@@ -161,12 +161,12 @@ class Settings:
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        given = os.environ if environ is None else environ
-        path, table = find_settings(directory, given.get(CONFIG, ""))
+        variables = os.environ if environ is None else environ
+        path, table = find_settings(directory, variables.get(CONFIG, ""))
         for name, value in table.items():
             values[name] = _read(name, value, f"{path}: {name}")
             sources[name] = str(path)
-        for variable, text in given.items():
+        for variable, text in variables.items():
             if variable.startswith(PREFIX) and text and variable != CONFIG:
                 name = variable.removeprefix(PREFIX).lower()
                 values[name] = _read(name, text, variable)
@@ -178,7 +178,7 @@ class Settings:
         return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
 
     def measurements_file(self) -> Path | None:
-        """Where measurements of this machine are kept; None where they are switched off, or where
+        """Where measurements of this machine are kept; None if they are switched off, or if
         no file is named and there is no home directory. Raises SettingsError for a path below an
         unknown home directory."""
         return None if self.no_measurements else self._kept("measurements", self.measurements)
@@ -189,7 +189,7 @@ class Settings:
 
     def where(self, name: str) -> str:
         """For errors: the variable or the option that a setting comes from, or its file and name;
-        the name alone where it is not set."""
+        the name alone if it is not set."""
         source = self.sources.get(name, name)
         return f"{source}: {name}" if self._is_in_file(name) else source
 
@@ -215,7 +215,7 @@ class Settings:
 
     @staticmethod
     def cache_folder() -> Path | None:
-        """The user's folder for what can be computed again; None where there is no home directory,
+        """The user's folder for what can be computed again; None if there is no home directory,
         as in a container."""
         import platformdirs  # noqa: PLC0415  # few verbs ask
 
@@ -226,27 +226,29 @@ class Settings:
 
     @staticmethod
     def device_variables() -> Mapping[str, str]:
-        """The environment variables that hide devices from this process (`Vendor.variables`), of
-        those that are set: for the probes, which must not read the environment themselves."""
+        """The environment variables that are set and hide devices from this process
+        (`Vendor.variables`), for the probes, which must not read the environment themselves."""
         names = {name for row in VENDORS.values() for name in row.variables}
         return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
         """A policy of the fields that the user gave (None: not given), else of those configured.
 
-        `backend` overrides the phases' backends of weaker sources: the user's `--backend` those of
-        the environment and the file, the environment's those of the file.
+        `backend` overrides the phases' backends of weaker sources: the user's `--backend` overrides
+        the environment and the file, and the environment overrides the file.
         """
-        said = {name: value for name, value in given.items() if value is not None}
-        chosen = {name: said.get(name, getattr(self, name)) for name in NAMING}
-        origins = {n: self._origin(n, said) for n, value in chosen.items() if value is not None}
+        user_values = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: user_values.get(name, getattr(self, name)) for name in NAMING}
+        origins = {
+            n: self._origin(n, user_values) for n, value in chosen.items() if value is not None
+        }
         base = origins.get("backend", ORIGINS[-1])
         for name in origins.keys() & {"prefill_backend", "decode_backend"}:
             if ORIGINS.index(base) < ORIGINS.index(origins[name]):
                 chosen[name] = None
                 del origins[name]
         options: dict[str, Mapping[str, Any]] = dict(self.options)
-        for backend, values in said.pop("options", {}).items():
+        for backend, values in user_values.pop("options", {}).items():
             options[backend] = {**options.get(backend, {}), **values}
         configured = {
             "allow": self.allow_backends,
@@ -255,7 +257,7 @@ class Settings:
             "allow_coercion": self.allow_coercion,
         }
         return Policy(
-            **{**configured, **said, **chosen},
+            **{**configured, **user_values, **chosen},
             options=FrozenMapping({name: FrozenMapping(v) for name, v in options.items()}),
             origins=FrozenMapping(origins),
         )

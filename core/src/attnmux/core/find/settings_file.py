@@ -94,9 +94,9 @@ def _table(path: Path, text: str | None) -> Mapping[str, Any] | None:
     """The settings in a file's text; None if there is no file, or one without our table."""
     if text is None:
         return None
-    own = path.name != "pyproject.toml"
+    is_own_file = path.name != "pyproject.toml"
     # Parsing costs milliseconds: a pyproject.toml without a key of our name is not parsed
-    if not own and not OWN_KEY.search(text):
+    if not is_own_file and not OWN_KEY.search(text):
         return None
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415  # off the path without a configuration file
@@ -106,11 +106,11 @@ def _table(path: Path, text: str | None) -> Mapping[str, Any] | None:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path} is not TOML: {AttnmuxError.in_brief(error)}") from error
-    if own and "tool" in table:
+    if is_own_file and "tool" in table:
         raise SettingsError(
             f"{path}: write the settings without [tool.attnmux], a table of pyproject.toml"
         )
-    for key in () if own else ("tool", "attnmux"):
+    for key in () if is_own_file else ("tool", "attnmux"):
         if key not in table:
             return None
         table = table[key]

@@ -54,7 +54,7 @@ def diagnosis(
     failures: Sequence[PluginFailure],
     variables: Mapping[str, str],
 ) -> UnservedDevice:
-    """Why no plugin reports a device that is present, and what to do."""
+    """Why no plugin reports a device that is present, and the remedy."""
     hiding = " and ".join(f"{n}={variables[n]}" for n in vendor.hiding if n in variables)
     broken = [row for row in failures if row.distribution == vendor.distribution]
     name_it = (
@@ -66,7 +66,7 @@ def diagnosis(
         problem = f"{vendor.distribution} is broken ({broken[0].error})"
         can_be_named = {row.stage for row in broken} == {"platforms"}
         if broken[0].stage == "platforms":
-            fix = "repair what the error names: the driver, its library or the container"
+            fix = "repair the driver, its library or the container, as the error says"
         else:
             fix = f"pip install --force-reinstall {vendor.distribution}"
     elif vendor.distribution in loaded:

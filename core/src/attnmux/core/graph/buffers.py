@@ -64,7 +64,7 @@ class FixedBuffers:
                 )
                 for first, last in parts
             )
-            """Those of whole steps, then those of their halves."""
+            """Buffers of whole steps, then of their halves."""
             # The captured model writes these itself, so `load` does not
             self._topk_indices = None
             if config.index_topk:
@@ -212,7 +212,7 @@ class FixedBuffers:
         return sources
 
     def _with_visible(self, batch: ForwardBatch) -> ForwardBatch:
-        """With `SpecInput.visible` where the graphs have it. Raises InvalidInput where they have
+        """With `SpecInput.visible` if the graphs have it. Raises InvalidInput if they have
         not and the batch brings a mask between drafts."""
         form = batch.tree_mask
         if self._config.visible and form != "qlen_only":
@@ -237,6 +237,6 @@ class FixedBuffers:
 
 
 def _parts(size: int, config: GraphConfig) -> tuple[tuple[int, int], ...]:
-    """The rows of a padded batch and, where it comes as two, those of both halves."""
+    """The rows of a padded batch and, if it comes as two, those of both halves."""
     halves = (0, size // 2), (size // 2, size)
     return ((0, size), *halves) if config.two_batches else ((0, size),)

@@ -130,9 +130,9 @@ class GraphConfig:
         to capture; None: 160, or the largest of `chosen`. chosen: the user's sizes, instead of the
         default ones.
 
-        Where the largest size exceeds the pool, pool_size - 1 and pool_size are added, so that a
+        If the largest size exceeds the pool, pool_size - 1 and pool_size are added, so that a
         full pool has a graph. Sizes above the pool or the maximum are dropped.
-        Raises InvalidInput for sizes below 1 and where no size is left.
+        Raises InvalidInput for sizes below 1, and if no size is left.
         """
         InvalidInput.check_at_least(1, "pool_size", pool_size)
         if chosen is not None:
@@ -157,7 +157,7 @@ class GraphConfig:
 
 
 def padded_size(count: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the ascending sizes that holds `count`; None where the largest does not."""
+    """The smallest of the ascending sizes that holds `count`; None if the largest does not."""
     place = bisect_left(sizes, count)
     return sizes[place] if place < len(sizes) else None
 

@@ -74,7 +74,8 @@ class DeviceGraphs(ABC):
     def of(device: torch.device, device_type: str | None = None) -> DeviceGraphs:
         """The graphs of a device: of CUDA here, of another type those that a plugin provides.
 
-        device_type: whose graphs, where tensors of an emulated device lie on another one.
+        device_type: the type whose graphs to make, if tensors of an emulated device are on another
+        one.
         Raises GraphUnsupported for a device without graphs, or whose graphs cannot be made.
         """
         kind = device_type or device.type
@@ -86,16 +87,17 @@ class DeviceGraphs(ABC):
             raise GraphUnsupported(
                 f"{owners} both provide graphs of {kind!r} devices: deny one of them (deny_plugins)"
                 if offered
-                else f"no graphs for {kind!r} devices, only for cuda and where a plugin provides "
-                "them: run eagerly, or pass RecordingGraphs() to test a step without such a device"
+                else f"no graphs for {kind!r} devices, only for cuda and devices of plugins that "
+                "provide them: run eagerly, or pass RecordingGraphs() to test a step without such "
+                "a device"
             )
         ((owner, point),) = offered.items()
         try:
             make: Any = point.load()
             graphs: DeviceGraphs = make(device)
         except Exception as error:  # a plugin may raise anything
-            said = f"{owner}'s graphs of {kind!r} devices: {AttnmuxError.in_brief(error)}"
-            raise GraphUnsupported(said) from error
+            reason = f"{owner}'s graphs of {kind!r} devices: {AttnmuxError.in_brief(error)}"
+            raise GraphUnsupported(reason) from error
         return graphs
 
 

@@ -61,13 +61,13 @@ def batch_fields(config: GraphConfig, lens_fill: int, device: torch.device) -> I
 def input_fields(
     config: GraphConfig, inputs: Mapping[str, ModelInput], device: torch.device
 ) -> Iterator[Field]:
-    for name, given in inputs.items():
-        shape = (*given.leading, config.max_num_tokens, *given.trailing)
+    for name, tensor in inputs.items():
+        shape = (*tensor.leading, config.max_num_tokens, *tensor.trailing)
         yield Field(
             name=name,
             of_batch=False,
-            buffer=torch.zeros(shape, dtype=given.dtype, device=device),
-            dim=len(given.leading),
+            buffer=torch.zeros(shape, dtype=tensor.dtype, device=device),
+            dim=len(tensor.leading),
             rows=config.tokens_per_request,
         )
 
@@ -77,7 +77,7 @@ def device_and_dtype(field: Field) -> tuple[str, str]:
 
 
 def group_bounds(fields: Sequence[Field]) -> list[tuple[int, int]]:
-    """Where the fields of one device and dtype, which are copied together, begin and end."""
+    """Begin and end of the fields of one device and dtype, which are copied together."""
     bounds, first = [], 0
     for _, members in groupby(fields, key=device_and_dtype):
         last = first + len(list(members))

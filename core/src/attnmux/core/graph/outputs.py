@@ -41,7 +41,7 @@ class FixedOutputs:
                 for leaf in leaves
             ]
             self._structure = structure
-        kinds, first_kinds = [list(map(_kind, each)) for each in (leaves, self._buffers)]
+        kinds, first_kinds = [list(map(_kind, tensors)) for tensors in (leaves, self._buffers)]
         if structure != self._structure or kinds != first_kinds:
             raise InvalidInput(
                 "forward",

@@ -63,7 +63,8 @@ class GraphRunner:
     ) -> None:
         """forward: called with the padded batch and inputs, inside `ForwardContext.enter`.
 
-        inputs: the model's inputs besides the batch, by name. progress: shown on rank 0 only.
+        inputs: the model's inputs that are not in the batch, by name. progress: shown on rank 0
+        only.
         ranks: those whose collectives the step holds.
         Raises GraphUnsupported for a context in debug mode, whose checks synchronise.
         """
@@ -136,7 +137,7 @@ class GraphRunner:
         return self.size_for(batch, size=size) is not None
 
     def size_for(self, batch: ForwardBatch, *, size: int | None = None) -> int | None:
-        """The smallest captured size that serves the batch, or `size` as in `replay`; None where no
+        """The smallest captured size that serves the batch, or `size` as in `replay`; None if no
         graph does."""
         try:
             return self._size_of(batch, size)
@@ -153,7 +154,7 @@ class GraphRunner:
         """Run a step. Returns the model's result for the batch's own T tokens, which the next
         replay overwrites.
 
-        size: the captured size to replay, where ranks whose graphs hold collectives must replay the
+        size: the captured size to replay, if ranks whose graphs hold collectives must replay the
         same one; None: the smallest that holds the batch. In an IDLE step, which needs it, every
         row is padding and `inputs` are not read.
         Raises InvalidInput for a batch that `can_run` refuses, and for tensors whose shapes or
@@ -188,7 +189,7 @@ class GraphRunner:
         return _Captured(graph, batch)
 
     def _size_of(self, batch: ForwardBatch, size: int | None) -> int:
-        """The captured size that serves the batch. Raises InvalidInput where no graph does."""
+        """The captured size that serves the batch. Raises InvalidInput if no graph does."""
         config, mode = self.config, batch.forward_mode
         is_idle = mode is ForwardMode.IDLE
         if not is_idle and mode is not config.forward_mode:
@@ -226,7 +227,7 @@ class GraphRunner:
         return fitting
 
     def _check_other_fields(self, batch: ForwardBatch) -> None:
-        """Raise InvalidInput where the batch's optional fields differ from the captured ones."""
+        """Raise InvalidInput if the batch's optional fields differ from the captured ones."""
         config, spec, encoder = self.config, batch.spec_info, batch.encoder_out_cache_loc
         has_mask = spec is not None and spec.custom_mask is not None
         for name, got, expected in (

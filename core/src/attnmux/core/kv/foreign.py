@@ -16,9 +16,9 @@ from attnmux.core.kv.token_pools import LatentPool, PairPool
 class ForeignKVPool(PairPool):
     """K [slots, Hkv, D] and V [slots, Hkv, Dv] of each layer, as views of the engine's cache.
 
-    Slots and heads may be any distance apart, as where K and V of a head lie side by side; the
-    values of a head are contiguous. Page 0 is reserved, as in every pool: the engine hands it to no
-    request. Layers that share a cache have the same views.
+    Slots and heads may be any distance apart, for example if K and V of a head are side by side.
+    The values of a head are contiguous. Page 0 is reserved, as in every pool: the engine hands it
+    to no request. Layers that share a cache have the same views.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ def foreign_pool(
 
 
 def _storage(first: torch.Tensor, page_size: int) -> dict[str, Any]:
-    """What a pool of such buffers is made with, apart from its layers."""
+    """The arguments of a pool over such buffers, apart from its layers."""
     InvalidInput.check_at_least(1, "page_size", page_size)
     size, dtype, device = first.shape[0] - page_size, first.dtype, first.device
     return {"size": size, "page_size": page_size, "dtype": dtype, "device": device}

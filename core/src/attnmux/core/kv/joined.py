@@ -15,12 +15,12 @@ from attnmux.core.contract.pool import KVPool
 from attnmux.core.facts.errors import InvalidInput
 
 STORAGE = ("page_size", "device")
-"""What all pools of a model have alike."""
+"""Fields that are alike in all pools of a model."""
 
 
 class JoinedKVPool(KVPool):
     """Several pools as one, each with layers of its own. `size` and `dtype` are those of the first
-    pool; where dtypes differ, readers take the pool `of_layers` of one dtype.
+    pool; if dtypes differ, readers take the pool `of_layers` of one dtype.
 
     A request has the same slots in all of them, so that one request table and one allocator serve
     the whole model. `SWAKVPool` is the one whose pools differ in size.
@@ -110,7 +110,7 @@ class JoinedKVPool(KVPool):
 
     def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
         if len(self.dtypes) > 1:
-            names = ", ".join(sorted(str(each).removeprefix("torch.") for each in self.dtypes))
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
             expected = "one KV dtype: take the pool `of_layers` of one"
             raise InvalidInput("pool", got=names, expected=expected)
         return self.pools[0].read_scales(k_scale, v_scale)
@@ -135,9 +135,9 @@ class SWAKVPool(JoinedKVPool):
     The request table and `out_cache_loc` hold slots of the full pool. `translate` and
     `translate_pages` convert them to the window pool's; writes do so themselves. Each page of the
     full pool is paired with one of the window pool, so that page tables stay page tables.
-    Tokens that fell out of every window have no slots in the window pool: they translate to its
-    reserved page, whose values are finite, and which a kernel may load and give weight 0.
-    The engine's allocator pairs the pages.
+    Tokens that left every window have no slots in the window pool. They translate to its reserved
+    page, whose values are finite: a kernel may load it and give it weight 0. The engine's allocator
+    pairs the pages.
     """
 
     def __init__(self, *, full: KVPool, swa: KVPool) -> None:

@@ -56,11 +56,13 @@ class ReqToTokenPool(RequestTable):
 
         Raises InvalidInput, changing nothing, for a row that is not in use or is given twice.
         """
-        given = set(rows)
-        foreign = sorted(row for row in given if not (0 < row <= self.size and self._in_use[row]))
+        distinct = set(rows)
+        foreign = sorted(
+            row for row in distinct if not (0 < row <= self.size and self._in_use[row])
+        )
         if foreign:
             raise InvalidInput("rows", got=f"rows {foreign}", expected="rows in use")
-        if len(given) != len(rows):
+        if len(distinct) != len(rows):
             raise InvalidInput("rows", got=f"{list(rows)}", expected="each row once")
         end = self._available + len(rows)
         self._stack[self._available : end] = reversed(rows)
@@ -107,8 +109,8 @@ class ReqToTokenPool(RequestTable):
                 expected = f"int32 or int64 of shape ({batch_size},), one a row"
                 raise InvalidInput(argument, got=described(values), expected=expected)
         if self.device.type == "cpu" and batch_size:
-            each = torch.ones_like(starts) if lens is None else lens
-            self._check_cells(req_pool_indices, starts, each, num_tokens)
+            counts = torch.ones_like(starts) if lens is None else lens
+            self._check_cells(req_pool_indices, starts, counts, num_tokens)
         cells = req_pool_indices * self.max_context_len + starts
         if lens is not None:
             cells = (cells - (lens.cumsum(0) - lens)).repeat_interleave(

@@ -22,7 +22,7 @@ from attnmux.core.facts.errors import InvalidInput
 
 
 class PairPool(KVPool):
-    """K [slots, Hkv, D] and V [slots, Hkv, Dv] of each layer, whoever allocated them."""
+    """K [slots, Hkv, D] and V [slots, Hkv, Dv] of each layer, in memory of any owner."""
 
     def _hold(self, buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Use these buffers, by layer id. Slots and heads may be any distance apart."""
@@ -31,11 +31,11 @@ class PairPool(KVPool):
 
     @property
     def is_strided(self) -> bool:
-        return not all(each.is_contiguous() for pair in self._buffers.values() for each in pair)
+        return not all(buffer.is_contiguous() for pair in self._buffers.values() for buffer in pair)
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(each for pair in self._buffers.values() for each in pair)
+        return _nbytes(buffer for pair in self._buffers.values() for buffer in pair)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.get_kv_buffer(layer_id)[0]
@@ -67,12 +67,12 @@ class PairPool(KVPool):
         k_words, v_words = self._words[layer.layer_id]
         write_rows(k_words, loc, k)
         write_rows(v_words, loc, v)
-        for buffer, each in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
-            buffer.view(torch.uint8).index_copy_(0, loc, each.view(torch.uint8))
+        for buffer, scale in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
+            buffer.view(torch.uint8).index_copy_(0, loc, scale.view(torch.uint8))
 
 
 class LatentPool(KVPool):
-    """Latents and rotary keys [slots, 1, rank + rope] of each layer, whoever allocated them.
+    """Latents and rotary keys [slots, 1, rank + rope] of each layer, in memory of any owner.
 
     K is the whole row; V is a view of its first `rank` columns.
     """
@@ -85,13 +85,13 @@ class LatentPool(KVPool):
         self.qk_rope_head_dim = qk_rope_head_dim
         self._buffers = dict(rows)
         self._words = {
-            key: (words_of(each[..., :kv_lora_rank]), words_of(each[..., kv_lora_rank:]))
-            for key, each in rows.items()
+            key: (words_of(row[..., :kv_lora_rank]), words_of(row[..., kv_lora_rank:]))
+            for key, row in rows.items()
         }
 
     @property
     def is_strided(self) -> bool:
-        return not all(each.is_contiguous() for each in self._buffers.values())
+        return not all(buffer.is_contiguous() for buffer in self._buffers.values())
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +130,9 @@ class LatentPool(KVPool):
 
 def _nbytes(buffers: Iterable[torch.Tensor]) -> int:
     """Bytes of the slots; a cache that several layers share counts once."""
-    views = {(each.data_ptr(), each.shape): each.numel() * each.itemsize for each in buffers}
+    views = {
+        (buffer.data_ptr(), buffer.shape): buffer.numel() * buffer.itemsize for buffer in buffers
+    }
     return sum(views.values())
 
 
@@ -194,13 +196,14 @@ class MHATokenToKVPool(PairPool):
     def _allocate_scales(self, dim: int) -> list[torch.Tensor]:
         """[slots, Hkv, dim / BLOCK] of each layer, zero.
 
-        In memory a head's slots are side by side: a kernel that reads one head would fetch those of
-        other heads with it, since its scales of one slot are less than a sector of memory.
+        In memory a head's slots are side by side. One head's scales of a slot are less than a
+        sector of memory, so in another order a kernel that reads one head would fetch other heads
+        too.
         """
         shape = self.num_kv_heads, self.num_slots, scale_bytes(dim)
         shapes = [shape] * len(self.layer_ids)
-        made = self._allocate(shapes, SCALE_DTYPE, "scales of the KV pool")
-        return [each.transpose(0, 1)[..., : dim // BLOCK] for each in made]
+        buffers = self._allocate(shapes, SCALE_DTYPE, "scales of the KV pool")
+        return [scales.transpose(0, 1)[..., : dim // BLOCK] for scales in buffers]
 
     @property
     def nbytes(self) -> int:

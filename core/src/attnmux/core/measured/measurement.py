@@ -14,7 +14,7 @@ STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "p
 """Axes that a measurement states by its device and its phase."""
 
 DECIDED = ("page_size", "kv_dtype")
-"""Values that the solver decides where the request leaves them open."""
+"""Values that the solver decides if the request leaves them open."""
 
 Error = Annotated[
     float | None,

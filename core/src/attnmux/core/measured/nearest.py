@@ -53,7 +53,7 @@ def nearest(shapes: Iterable[Shape], question: Question) -> Shape | None:
 
 
 def _kind(asked: Request) -> tuple[object, ...]:
-    """What figures of one request must share with another's."""
+    """The facts that figures of one request must share with another's."""
     latent = (asked.kv_lora_rank, asked.qk_rope_head_dim) if asked.latent else ()
     return (asked.kind, _bits(asked.dtype), _bits(asked.kv_dtype or asked.dtype), *latent)
 

@@ -29,7 +29,7 @@ class Unverified:
     offer: Offer
     choice: Choice
     request: Request
-    """What it was chosen for: the decision's, or what a part asks."""
+    """The request that it was chosen for: the decision's, or a part's."""
     phases: tuple[str, ...]
     reason: str
 
@@ -62,10 +62,10 @@ class Unverified:
         device, by their cards, and not here, by the measurements of the installed versions and by
         the passes that were kept."""
         passed = {
-            (each.backend, name, version)
-            for each in measurements
-            if each.conformant
-            for name, version in each.versions.items()
+            (measurement.backend, name, version)
+            for measurement in measurements
+            if measurement.conformant
+            for name, version in measurement.versions.items()
         }
         found = [
             each
@@ -127,12 +127,16 @@ def part_uses(decision: Decision) -> Iterator[tuple[Request, str, Choice]]:
 def passed_over(
     decision: Decision, chosen: Offer, phases: Sequence[str], offers: Mapping[str, Offer]
 ) -> str:
-    """The backends that fit for these phases and ran on a device, in words, where the chosen one
+    """The backends that fit for these phases and ran on a device, in words, if the chosen one
     ran on none; else empty. offers: by address."""
     layers = decision.request.kind
     if Proven.on(chosen.card.verified_on, decision.platform, phases, layers).is_on_a_device:
         return ""
-    fitting = [each for each in decision.candidates if each.phase in phases and each.eligible]
+    fitting = [
+        candidate
+        for candidate in decision.candidates
+        if candidate.phase in phases and candidate.eligible
+    ]
     found: dict[str, str] = {}
     for verdict in sorted(fitting, key=lambda each: each.rank or 0):
         offer = offers.get(verdict.address)

@@ -1,8 +1,8 @@
 """The request of this integration and its refusals, for the bridge and for `attnmux select`.
 
 SGLang and torch are not imported. The bridge makes a request of SGLang's layers and arguments, the
-verb one of a config.json; `asked` completes both and refuses what is not served. `launch` and
-`install` are the verb's: see `attnmux.core.cli.engines`.
+verb one of a config.json; `asked` completes both and refuses requests that are not served. `launch`
+and `install` are the verb's: see `attnmux.core.cli.engines`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def refuse(request: Request) -> None:
 def asked(request: Request, *, captures: bool) -> Request:
     """The request that is solved. captures: whether SGLang captures decode steps.
 
-    SGLang encodes images by backends of its own. Raises InvalidInput for what is not served.
+    SGLang encodes images by backends of its own. Raises InvalidInput for features that are not
+    served.
     """
     decoding = request
     if request.multimodal:
@@ -84,7 +85,8 @@ def asked(request: Request, *, captures: bool) -> Request:
 def ask(request: Request, platform: Platform) -> Request:
     """The request that the bridge makes for a model with this one.
 
-    Raises InvalidInput for what the bridge refuses, and for what no option of SGLang states.
+    Raises InvalidInput for requests that the bridge refuses, and for fields that no option of
+    SGLang states.
     """
     on_cpu = platform.device_type == "cpu"
     if request.custom_mask and not request.has_trees:
@@ -196,6 +198,6 @@ def _said(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     counted = (
-        f"{each[1]} of {each[0]}" if isinstance(each, tuple) else str(each) for each in value
+        f"{item[1]} of {item[0]}" if isinstance(item, tuple) else str(item) for item in value
     )
     return " and ".join(counted)

@@ -45,7 +45,7 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         """runner: SGLang's ModelRunner, with its model and pools. draft_step: see `StepBuilder`.
 
         Raises ValueError, as SGLang does for its own backends, with the reasons of every candidate
-        where none serves the layers.
+        if none serves the layers.
         """
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -161,7 +161,7 @@ def _check_rest(spec: LayerSpec, kwargs: Mapping[str, Any]) -> None:
 
 
 def _made(runner: Any, device: torch.device) -> tuple[AttentionBackend, Decision]:  # noqa: ANN401
-    """Raises AttnmuxError where no backend serves the runner."""
+    """Raises AttnmuxError if no backend serves the runner."""
     layers = record_layers(runner)
     is_eager = check_cuda_graph_backend(Phase.DECODE, GraphBackend.DISABLED)
     captures = device.type != "cpu" and not is_eager

@@ -26,7 +26,7 @@ class AttnmuxMultiStepDraftBackend:
             refusal = InvalidInput(
                 "--speculative-eagle-topk",
                 got=topk,
-                expected="1 where attnmux drafts: take another --speculative-draft-attention-"
+                expected="1 if attnmux drafts: take another --speculative-draft-attention-"
                 "backend for trees, which attnmux verifies",
             )
             raise ValueError(str(refusal))

@@ -46,7 +46,7 @@ REGISTRATION = (
         attributes=("draft_model_runner", "speculative_num_steps", "topk"),
     ),
 )
-"""What makes `--attention-backend attnmux` known."""
+"""Interfaces that register `--attention-backend attnmux`."""
 
 SERVING = (
     Interface(
@@ -161,6 +161,6 @@ SERVING = (
         ),
     ),
 )
-"""What the backend, its requests, its steps and its pools use."""
+"""Interfaces that the backend, its requests, its steps and its pools use."""
 
 INTERFACES = (*REGISTRATION, *SERVING)

@@ -14,7 +14,7 @@ def items_of(
     new_lens: torch.Tensor | None,
     prefix_lens: torch.Tensor | None,
 ) -> MultiItem | None:
-    """The items of a step, None where SGLang scores none.
+    """The items of a step, None if SGLang scores none.
 
     theirs: SGLang has for each request the places of its delimiters among its new tokens, on the
     host, and leaves the positions of the items to the attention backend: a delimiter takes the last

@@ -1,4 +1,4 @@
-"""DeepSeek's models: prompts, too, run on the latent where attnmux serves them."""
+"""DeepSeek's models: prompts, too, run on the latent if attnmux serves them."""
 
 from __future__ import annotations
 

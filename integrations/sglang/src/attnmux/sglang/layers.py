@@ -45,7 +45,7 @@ def sink_owners(runner: Any, layers: Sequence[LayerSpec]) -> list[torch.nn.Modul
 
 
 def spec_of(layer: RadixAttention, owner: torch.nn.Module, runner: Any) -> LayerSpec:  # noqa: ANN401
-    """One layer. owner: the module that holds it, and its sinks where it has any."""
+    """One layer. owner: the module that holds it, and its sinks if it has any."""
     _refuse(layer)
     is_latent = runner.use_mla_backend
     sinks = getattr(owner, "sinks", None)
@@ -95,7 +95,7 @@ def request_of(
     *,
     phases: tuple[str, ...],
 ) -> Request:
-    """The needs of a runner's layers. Where windows or chunks differ, the largest counts.
+    """The needs of a runner's layers. If windows or chunks differ, the largest counts.
 
     phases: those that SGLang has attnmux serve; empty for all.
     Raises InvalidInput for a window of one token, which SGLang's layers do not have.

@@ -25,8 +25,8 @@ def kv_pool(theirs: Any, layers: Sequence[LayerSpec]) -> KVPool:  # noqa: ANN401
     Raises InvalidInput for a pool whose rows are not K and V as numbers.
     """
     if isinstance(theirs, SglangSWAKVPool):
-        in_window = [each for each in layers if theirs.layers_mapping[each.layer_id][1]]
-        in_full = [each for each in layers if not theirs.layers_mapping[each.layer_id][1]]
+        in_window = [layer for layer in layers if theirs.layers_mapping[layer.layer_id][1]]
+        in_full = [layer for layer in layers if not theirs.layers_mapping[layer.layer_id][1]]
         if in_window and in_full:
             _check_class(theirs.full_kv_pool)
             _check_class(theirs.swa_kv_pool)
@@ -53,11 +53,11 @@ def _buffers(theirs: Any, layers: Sequence[LayerSpec], page_size: int) -> KVPool
         rows = {each.layer_id: theirs.get_key_buffer(each.layer_id) for each in layers}
         return foreign_pool(rows, page_size=page_size, kv_lora_rank=layers[0].v_head_dim)
     pairs = {
-        each.layer_id: (
-            theirs.get_key_buffer(each.layer_id),
-            theirs.get_value_buffer(each.layer_id),
+        layer.layer_id: (
+            theirs.get_key_buffer(layer.layer_id),
+            theirs.get_value_buffer(layer.layer_id),
         )
-        for each in layers
+        for layer in layers
     }
     return foreign_pool(pairs, page_size=page_size)
 

@@ -129,7 +129,7 @@ class StepBuilder:
         )
 
     def _slots(self, slots: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-        """[num_tokens] int64: SGLang's where they are that, else in the buffer, padded with 0."""
+        """[num_tokens] int64: SGLang's if they are that, else in the buffer, padded with 0."""
         if slots is not None and slots.shape[0] >= num_tokens and slots.dtype == torch.int64:
             return slots[:num_tokens]
         ours = _front(self._loc, num_tokens).zero_()
@@ -139,7 +139,7 @@ class StepBuilder:
 
 
 def _tokens_of_each(theirs: Any, mode: ForwardMode) -> int | None:  # noqa: ANN401
-    """New tokens of each request where all have as many; None elsewhere."""
+    """New tokens of each request if all have as many; None elsewhere."""
     if mode.is_target_verify():
         return int(theirs.spec_info.draft_token_num)
     if mode.is_draft_extend() and getattr(theirs, "extend_seq_lens", None) is None:

@@ -1,4 +1,4 @@
-"""The request that is made in vLLM for a model, and what is refused there.
+"""The request in vLLM for a model, and refusals.
 
 The backend asks so for vLLM's layers, and `attnmux select --engine vllm` for a config.json. Imports
 neither vLLM nor torch.
@@ -29,7 +29,7 @@ REFUSED = {
     "use_rswa": "reference sliding windows",
     "use_adaptive_verification": "verification whose lengths only the device knows",
 }
-"""Flags by which vLLM asks for what no request can express."""
+"""vLLM's flags for features that no request can express."""
 
 NO_INDEXER = "none: attnmux has no indexer of vLLM's"
 NO_OPTION = "none: no option of vLLM asks for it"
@@ -48,7 +48,7 @@ UNSERVED = {
     "max_error": NO_OPTION,
     "parts": NO_OPTION,
 }
-"""Fields of a request that no layer of vLLM's has, or that are refused, with what is expected."""
+"""Fields of a request that no layer of vLLM has, or that are refused, with the expected values."""
 
 OWN = (
     ("multimodal", False),

@@ -108,7 +108,7 @@ class AttnmuxBackend(AttentionBackend):
         use_batch_invariant: bool = False,
         **others: Any,  # noqa: ANN401  # flags and facts that no request has
     ) -> list[str]:
-        """The solver's reasons; empty where a backend serves this."""
+        """The solver's reasons; empty if a backend serves this."""
         reasons = [text for name, text in REFUSED.items() if others.get(name)]
         if attn_type != AttentionType.DECODER:
             reasons.append(f"attention of type {attn_type}: only decoders' is served")
@@ -226,7 +226,7 @@ def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
 def _layers(config: VllmConfig) -> list[Any]:
     """The layers that attnmux serves."""
     found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
-    return [each for each in found if issubclass(each.get_attn_backend(), AttnmuxBackend)]
+    return [layer for layer in found if issubclass(layer.get_attn_backend(), AttnmuxBackend)]
 
 
 def _requests(

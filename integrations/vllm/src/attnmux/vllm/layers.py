@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What vLLM asks of a backend before a layer exists. It does not say heads, caps and V's dim:
-    the layers ask again."""
+    """vLLM's facts about a backend before a layer exists. Heads, caps and V's dim are missing: the
+    layers ask again."""
 
     head_size: int
     dtype: torch.dtype
@@ -130,7 +130,7 @@ def request_of(
 ) -> Request:
     """The needs of layers whose heads and dims are alike.
 
-    layers: vLLM's; specs: the same in our words. If windows differ, the largest is asked for.
+    layers: vLLM's; specs: the same in our words. If windows differ, the largest counts.
     Raises InvalidInput for what is refused.
     """
     first, layer = specs[0], layers[0]

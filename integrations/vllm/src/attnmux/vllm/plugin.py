@@ -40,9 +40,13 @@ def register() -> None:
 def platform() -> str | None:
     """The platform class to use in place of vLLM's own; None for vLLM's own.
 
-    It is None, too, where another package offers a platform: vLLM admits one.
+    It is None, too, if another package offers a platform: vLLM admits one.
     """
-    others = [each for each in entry_points(group=PLATFORM_GROUP) if each.value != _SELF]
+    others = [
+        entry_point
+        for entry_point in entry_points(group=PLATFORM_GROUP)
+        if entry_point.value != _SELF
+    ]
     if others:
         return None
     from vllm.platforms import builtin_platform_plugins  # noqa: PLC0415  # as above

@@ -58,7 +58,7 @@ class LatentStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LatentBuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     slots: SlotBuffers
     mask_indptr: torch.Tensor
@@ -179,24 +179,24 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
     ) -> None:
         bounds = step.tables.query_bounds(out.device)
         if call.k is not None and call.k_rope is not None:
-            own = torch.cat([call.k, call.k_rope], dim=-1)
+            new_rows = torch.cat([call.k, call.k_rope], dim=-1)
         elif layer.rows is None:
             raise call.layer.not_in_pool()
         else:
             pool = self.context.token_to_kv_pool
-            own = layer.rows[pool.translate(batch.out_cache_loc, call.layer.layer_id)]
+            new_rows = layer.rows[pool.translate(batch.out_cache_loc, call.layer.layer_id)]
         if call.has_own_kv:
-            rows, cached = own, SlotLists(indptr=torch.zeros_like(bounds), indices=bounds)
+            rows, cached = new_rows, SlotLists(indptr=torch.zeros_like(bounds), indices=bounds)
         elif layer.rows is None:
             raise call.layer.not_in_pool()
         else:
             rows, cached = layer.rows, LibraryBackend.filled(step.cached)[layer.group]
-        if own.dtype != q.dtype:
-            raise InvalidInput("k", got=own.dtype, expected=f"{q.dtype}, as q is")
+        if new_rows.dtype != q.dtype:
+            raise InvalidInput("k", got=new_rows.dtype, expected=f"{q.dtype}, as q is")
         self.kernels.extend_attention_fwd(
             q_extend=q,
-            k_extend=own,
-            v_extend=own[..., : LatentRows.LATENT_DIM],
+            k_extend=new_rows,
+            v_extend=new_rows[..., : LatentRows.LATENT_DIM],
             o_extend=out,
             k_buffer=rows,
             v_buffer=rows[..., : LatentRows.LATENT_DIM],

@@ -3,7 +3,7 @@
 `mla_decode_fwd` splits the keys of decode steps and of chains of a few drafts. It takes 16 or 128
 query heads of 512 + 64 dims, in bfloat16 or, with the pool, in the device's e4m3. Other steps are
 `mla_prefill_fwd`, in bfloat16 alone. Both write NaN for a request without keys, and fill no LSE.
-Decode takes other multiples of 16 heads where its work is planned ahead (`aiter_mla_work.py`).
+Decode takes other multiples of 16 heads if its work is planned ahead (`aiter_mla_work.py`).
 
 How many parts it splits keys into lies in a tensor of `get_meta_param`, whose cache forgets all but
 the last: a captured launch would read memory that others use. It is made before the capture, which
@@ -54,7 +54,7 @@ FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 """`aiter.dtypes.fp8`: the matrix units of each read their own e4m3."""
 MOST_BYTES = 1 << 32
 """Bytes of a layer's rows, at most. asm_mla.cu passes the stride of a row in 32 bits, and AITER's
-tests of 0.1.7 stay below: what the kernels do beyond is not known."""
+tests of 0.1.7 stay below. The kernels' behaviour beyond it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,9 @@ class AiterMLABackend(
         scales: tuple[torch.Tensor | None, ...] = (None, None)
         if rows.dtype != torch.bfloat16:
             kv_scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
-            scales = tuple(rows.new_full((1,), one, dtype=torch.float32) for one in (1, kv_scale))
+            scales = tuple(
+                rows.new_full((1,), scale, dtype=torch.float32) for scale in (1, kv_scale)
+            )
         return AiterMLALayer(
             group=pool.group_of(layer.layer_id),
             rows=rows,
@@ -220,15 +222,15 @@ class AiterMLABackend(
         if call.k is None or call.k_rope is None:
             raise call.layer.not_in_pool()
         call.check_keys_dtype(call.k, call.k_rope)
-        own = LatentRows.joined(call.k, call.k_rope).unsqueeze(1)
-        numbers = torch.arange(len(own), dtype=torch.int32, device=own.device)
-        return own, SlotLists(indptr=step.tables.query_bounds(own.device), indices=numbers)
+        rows = LatentRows.joined(call.k, call.k_rope).unsqueeze(1)
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        return rows, SlotLists(indptr=step.tables.query_bounds(rows.device), indices=numbers)
 
 
 def _check_dtypes(context: BackendContext) -> None:
-    stored, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if asked not in (None, "bfloat16"):
-        raise InvalidInput("dtype", got=asked, expected="bfloat16")
+    stored, dtype = context.token_to_kv_pool.dtype, context.request.dtype
+    if dtype not in (None, "bfloat16"):
+        raise InvalidInput("dtype", got=dtype, expected="bfloat16")
     fp8 = FP8.get(context.platform.arch)
     if stored not in (torch.bfloat16, fp8):
         expected = f"{torch.bfloat16} or the device's e4m3, {fp8}"

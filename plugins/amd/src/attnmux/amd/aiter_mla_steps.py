@@ -1,4 +1,4 @@
-"""What AITER's assembly for MLA reads of a layer and of a step."""
+"""The arguments of AITER's assembly for MLA, from a layer and a step."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class AiterMLALayer:
     q_scale: torch.Tensor | None = None
     """[1] float32 on the device, 1; None in bfloat16."""
     kv_scale: torch.Tensor | None = None
-    """[1] float32 on the device, what rows are multiplied by; None in bfloat16."""
+    """[1] float32 on the device, the factor of rows; None in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AiterMLABuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     slots: SlotBuffers
     ones: torch.Tensor
     """[max_bs] int32."""
     kept: list[object] = field(default_factory=list)
-    """What `get_meta_param` returned for each capture, or its planned work."""
+    """The results of `get_meta_param` for each capture, or its planned work."""
 
     @classmethod
     def of(cls, max_bs: int, context: BackendContext) -> AiterMLABuffers:

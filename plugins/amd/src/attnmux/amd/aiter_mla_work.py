@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 HEADS = tuple(range(32, 128, 16))
-"""What v1_2_device.cuh takes as requests of 16 heads; it does so for one query a request."""
+"""Heads that v1_2_device.cuh treats as requests of 16 heads; it does so for one query a request."""
 KEYS = 16
 """A part's keys are a multiple of so many: the default of `get_mla_metadata_v1`."""
 

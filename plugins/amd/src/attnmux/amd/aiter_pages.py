@@ -1,6 +1,6 @@
 """AITER's unified attention: MHA and GQA over pages, prefill and decode by one function.
 
-It returns no LSE and takes no mask. Where a layer's call brings all keys, as an encoder's does,
+It returns no LSE and takes no mask. If a layer's call brings all keys, as an encoder's does,
 `extend_attention_fwd` reads them in place.
 """
 
@@ -38,7 +38,7 @@ class AiterStep(DecodeStep):
     """A step of any phase."""
 
     unowned: torch.Tensor | None = None
-    """[T, 1, 1] bool: the rows of no request. Set by `fill_step` where there may be one."""
+    """[T, 1, 1] bool: the rows of no request. Set by `fill_step` if there may be one."""
 
 
 class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, DecodeBuffers]):

@@ -40,11 +40,11 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Pla
     """One Platform for each distinct kind of AMD device that ROCm shows; [] without the kernel's
     AMD driver.
 
-    Asks AMD SMI where its Python package works, else reads the kernel's topology, which has all
+    Asks AMD SMI if its Python package works, else reads the kernel's topology, which has all
     but the product's name on many boards. `root` is where /sys and /opt are; `variables` are those
     of the environment that hide devices.
 
-    Raises AttnmuxError where the topology is there and cannot be read.
+    Raises AttnmuxError if the topology is there and cannot be read.
     """
     nodes = root / TOPOLOGY
     if not nodes.is_dir():
@@ -53,9 +53,9 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Pla
     if devices is None:
         devices = list(_of_topology(nodes, root))
     computing = [
-        one._replace(unique_id=0)
-        for one in _visible(devices, variables)
-        if not 0 < one.compute_units <= DISPLAY_UNITS
+        device._replace(unique_id=0)
+        for device in _visible(devices, variables)
+        if not 0 < device.compute_units <= DISPLAY_UNITS
     ]
     runtime = _rocm(root)
     return [
@@ -100,7 +100,7 @@ def _of_amdsmi() -> list[Device] | None:
 
 
 def _asked(amdsmi: ModuleType, handle: object) -> Device:
-    """Raises what the library raises, KeyError before ROCm 6.2, InvalidInput for an odd name."""
+    """Raises the library's errors, KeyError before ROCm 6.2, InvalidInput for an odd name."""
     info = amdsmi.amdsmi_get_gpu_asic_info(handle)
     # "gfx90a:sramecc+:xnack-" in some versions
     arch = str(info["target_graphics_version"]).lower().partition(":")[0]
@@ -152,8 +152,8 @@ def _properties(path: Path) -> dict[str, int]:
 
 
 def _local_memory(banks: Path) -> int:
-    found = [_properties(path) for path in banks.glob("*/properties")]
-    return sum(b.get("size_in_bytes", 0) for b in found if b.get("heap_type") in LOCAL_HEAPS)
+    properties = [_properties(path) for path in banks.glob("*/properties")]
+    return sum(b.get("size_in_bytes", 0) for b in properties if b.get("heap_type") in LOCAL_HEAPS)
 
 
 def _product(root: Path, minor: int) -> str:

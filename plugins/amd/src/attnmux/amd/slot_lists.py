@@ -27,7 +27,7 @@ class SlotLists:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SlotBuffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     indptr: torch.Tensor
     """[max_bs + 1] int32."""
@@ -93,7 +93,7 @@ def slot_lists(
 
 
 def without_keys(batch: ForwardBatch, buffers: SlotBuffers | None) -> torch.Tensor | None:
-    """[B, 1, 1] bool: the requests of a decode step that have no key; None where the host knows
+    """[B, 1, 1] bool: the requests of a decode step that have no key; None if the host knows
     that all have some."""
     known = None if buffers else batch.seq_lens_cpu
     if known is not None and bool(known.all()):

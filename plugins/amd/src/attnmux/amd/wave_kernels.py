@@ -17,7 +17,7 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaveLang:
-    """What the adapter uses of `wave_lang.kernel.wave`."""
+    """Names of `wave_lang.kernel.wave` that the adapter uses."""
 
     MMAType: Any
     AttentionShape: Callable[..., Any]

@@ -1,6 +1,6 @@
 """Prefill over latents in chunks: the operator takes few queries a request, and contiguous pages.
 
-A request's new tokens are cut in chunks, each of which counts as a request whose keys end with its
+A request's new tokens are cut in chunks. Each chunk counts as a request whose keys end with its
 last query. Latents and rotary parts of the keys are copied out of the pool's joint rows, page by
 page, with a table of their own.
 """

@@ -47,7 +47,7 @@ class NPUGraphTasks:
     """Graph tasks of torch-npu."""
 
     def __init__(self) -> None:
-        """Raises ImportError where torch-npu is missing."""
+        """Raises ImportError if torch-npu is missing."""
         self._torch_npu = import_module("torch_npu")
         self._npu = self._torch_npu.npu
         self._stream: Any = None

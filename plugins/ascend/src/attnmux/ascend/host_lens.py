@@ -25,7 +25,7 @@ class HostLens:
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> HostLens:
-        """Raises InvalidInput where the batch lacks its lengths on the host."""
+        """Raises InvalidInput if the batch lacks its lengths on the host."""
         keys = _on_host("seq_lens_cpu", batch.seq_lens_cpu)
         if batch.forward_mode.is_decode():
             return cls(new=(1,) * len(keys), keys=keys)

@@ -160,8 +160,8 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         rows, heads, count = call.q.shape[0], call.q.shape[1], chunks.bounds[-1]
         more = (1 << (heads - 1).bit_length()) - heads
         q, q_rope = (
-            pad(each[:count], (0, 0, 0, more)).contiguous()
-            for each in (call.q, call.rotary_queries())
+            pad(tensor[:count], (0, 0, 0, more)).contiguous()
+            for tensor in (call.q, call.rotary_queries())
         )
         latents = pages[..., : LatentRows.LATENT_DIM].contiguous()
         is_causal = not chunks.has_one_query_each
@@ -194,9 +194,9 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
             raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")
         chunks = self._chunks(replace(step.lens, keys=step.lens.new))
         count = step.lens.num_queries
-        own = torch.cat([call.k[:count], call.k_rope[:count]], dim=-1).squeeze(1)
+        rows = torch.cat([call.k[:count], call.k_rope[:count]], dim=-1).squeeze(1)
         page_size = self.context.token_to_kv_pool.page_size
-        return self._extend(call, chunks.filled(own, page_size), chunks)
+        return self._extend(call, chunks.filled(rows, page_size), chunks)
 
     def _chunks(self, lens: HostLens) -> Chunks:
         page_size = self.context.token_to_kv_pool.page_size

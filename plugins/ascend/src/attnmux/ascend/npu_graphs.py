@@ -15,14 +15,14 @@ from attnmux.core.plugin import CapturedGraph, GraphStep, StreamGraphs
 
 
 class NPUGraphs(StreamGraphs):
-    """What `DeviceGraphs.of` makes for an NPU.
+    """The graphs of an NPU, which `DeviceGraphs.of` makes.
 
     Never run on a device. A replay waits until the backend has renewed its lengths, which it does
     in `init_forward_metadata_out_graph`; the runner calls that before each replay.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Raises ImportError where torch-npu is missing."""
+        """Raises ImportError if torch-npu is missing."""
         npu: Any = import_module("torch_npu").npu
         super().__init__(device, npu, npu.NPUGraph)
 

@@ -1,4 +1,4 @@
-"""The operators of torch-npu that the adapters call, and what is common to their calls."""
+"""The operators of torch-npu that the adapters call, and the common part of their calls."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class NPUKernels:
 def load_kernels() -> NPUKernels:
     """Import torch-npu, which registers its operators.
 
-    All but the first are of NNAL, which torch-npu asks for when the operator is called.
-    Raises ImportError where torch-npu or CANN is missing, OSError where a library does not load,
-    and AttributeError where torch-npu lacks an operator.
+    All except the first are NNAL's, which torch-npu loads when the operator is called.
+    Raises ImportError if torch-npu or CANN is missing, OSError if a library does not load,
+    and AttributeError if torch-npu lacks an operator.
     """
     torch_npu = import_module("torch_npu")
     return NPUKernels(

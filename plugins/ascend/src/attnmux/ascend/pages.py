@@ -55,7 +55,7 @@ class PagedStep:
     tables: PageTables
     lens: HostLens
     buffers: DecodeBuffers | None = None
-    """What a step in a graph replays with."""
+    """Fixed tensors of a step in a graph."""
     tasks: list[Any] | None = None
     """Captured calls; None for an eager step."""
     key_lens: KeyLens | None = None

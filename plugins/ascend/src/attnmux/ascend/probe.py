@@ -60,7 +60,7 @@ class Device(NamedTuple):
 def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Platform]:
     """One Platform for each distinct kind of Ascend NPU that CANN shows; [] without device nodes.
 
-    Asks `npu-smi info`; where that program is missing, the device nodes are counted and the PCI
+    Asks `npu-smi info`; if that program is missing, the device nodes are counted and the PCI
     bus says what they are. `root` is where /dev, /sys and /usr are; `variables` are those of the
     environment that hide devices.
 
@@ -123,8 +123,8 @@ def _table(program: str) -> str:
     except OSError as error:
         raise AttnmuxError(f"{program} cannot be run: {error}") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing")[-300:]
-        raise AttnmuxError(f"{program} info ended with {done.returncode} and said: {said}")
+        output = (done.stderr.strip() or done.stdout.strip() or "nothing")[-300:]
+        raise AttnmuxError(f"{program} info ended with {done.returncode} and said: {output}")
     return done.stdout
 
 
@@ -156,11 +156,11 @@ def _arch_at(device: Path) -> str:
 
 
 def _arch_on_the_bus(root: Path) -> str:
-    found = sorted({arch for path in (root / PCI).glob("*") if (arch := _arch_at(path))})
-    if len(found) != 1:
-        said = " and ".join(found) or "no NPU that is known"
-        raise AttnmuxError(f"npu-smi is not on the PATH, and the PCI bus shows {said}")
-    return found[0]
+    archs = sorted({arch for path in (root / PCI).glob("*") if (arch := _arch_at(path))})
+    if len(archs) != 1:
+        listed = " and ".join(archs) or "no NPU that is known"
+        raise AttnmuxError(f"npu-smi is not on the PATH, and the PCI bus shows {listed}")
+    return archs[0]
 
 
 def _read(path: Path) -> str:

@@ -2,9 +2,9 @@
 
 V of 192 takes two calls, of 128 columns and of the others: a card cannot ask for V of 128 alone.
 
-New tokens attend to themselves causally. The cached prefix follows in parts, each of which the
-operator adds to the result so far by its LSE. Its keys are packed, so that keys of a pool are
-gathered first. `ChunkedPrefixBackend` brings the parts of MLA's prompts with the call.
+New tokens attend to themselves causally. The cached prefix follows in parts. The operator adds each
+to the result so far by its LSE. Its keys are packed, so that keys of a pool are gathered first.
+`ChunkedPrefixBackend` brings the parts of MLA's prompts with the call.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class AscendRingBackend(LibraryBackend[NPUKernels, RingLayer, RingStep, None]):
             step.slots = {part: part.slots(batch, table) for part in parts if part is not None}
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
-        raise GraphUnsupported("prompts have lengths on the host, of which a graph reads none")
+        raise GraphUnsupported(
+            "eager prompts: they have lengths on the host, which graphs do not read"
+        )
 
     def attend(
         self, call: AttentionCall, layer: RingLayer, step: RingStep, batch: ForwardBatch

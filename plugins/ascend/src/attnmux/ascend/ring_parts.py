@@ -42,7 +42,7 @@ class RingPart:
         lens: Sequence[int],
         device: torch.device,
     ) -> RingPart | None:
-        """None where no query sees a key."""
+        """None if no query sees a key."""
         queries, spans, rows = list[int](), list[tuple[int, int]](), list[torch.Tensor]()
         row = place = 0
         for count, length in zip(new, lens, strict=True):
@@ -69,14 +69,14 @@ class RingPart:
         """[m] int64: the keys' slots in the request table. Encoder tokens come before others."""
         indices = batch.req_pool_indices
         of_part = torch.tensor([self.starts, self.lens], dtype=torch.int32, device=indices.device)
-        found = kv_indices(
+        slots = kv_indices(
             table,
             indices,
             cu_seqlens(of_part[1]),
             kv_start=of_part[0],
             total=sum(self.lens),
         ).long()
-        return found if self.places is None else found[self.places]
+        return slots if self.places is None else slots[self.places]
 
 
 def prefix_parts(

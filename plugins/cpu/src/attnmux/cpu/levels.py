@@ -38,7 +38,7 @@ class Level:
 
 
 BASELINE = Level(name="baseline")
-"""What each CPU of the architecture has: SSE2 on x86-64, NEON on aarch64."""
+"""Every CPU of the architecture has it: SSE2 on x86-64, NEON on aarch64."""
 AVX2 = Level(name="avx2", features=("avx2",), flags=("-mavx2", "-mfma", "-mf16c"))
 AVX512 = Level(
     name="avx512",

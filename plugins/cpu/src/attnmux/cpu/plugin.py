@@ -73,7 +73,7 @@ _ALIBI: dict[str, Condition] = {
 items lie one after another. What else is left out, no layer has."""
 
 _RELATIVE: dict[str, Condition] = {
-    **{name: each for name, each in _ALIBI.items() if name not in ("phase", "alibi")},
+    **{name: condition for name, condition in _ALIBI.items() if name not in ("phase", "alibi")},
     "cross_attention": ANY,
     "relative_bias": ANY,
 }

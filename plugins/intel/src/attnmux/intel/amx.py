@@ -1,9 +1,9 @@
 """SGLang's attention kernels for CPUs with AMX, from vLLM's build for CPUs.
 
 `decode_attention_cpu` and `extend_attention_cpu` take a table of slots, Q, K and V in bfloat16, and
-latents as K and V in one memory. They return no LSE. Causality counts from the end of a
-request's keys. In `extend`, the cap is taken and not applied, and a row whose keys of a tile a
-window hides keeps the weights of an earlier row: neither is offered. Over latents, NaN of one
+latents as K and V in one memory. They return no LSE. Causality counts from the end of a request's
+keys. `extend` has an argument for the cap and does not apply it. If a window hides a row's keys of
+a tile, the row keeps the weights of an earlier row. So neither is offered. Over latents, NaN of one
 request may reach another's result: `amx_nan.py` computes such rows again.
 """
 
@@ -170,14 +170,14 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
         batch: ForwardBatch,
     ) -> tuple[Keys, torch.Tensor]:
         """Returns like `_decode`."""
-        own = self._own_rows(call, layer, batch)
+        rows = self._own_rows(call, layer, batch)
         bounds = step.tables.query_bounds(out.device)
         new_lens = LibraryBackend.filled(step.new_lens)
         if call.has_own_kv:
             # All keys are new, so that the kernel reads neither the table nor the pool.
-            kv, lens = own, new_lens.long()
-            each = torch.arange(step.tables.max_seqlen_q, dtype=bounds.dtype)
-            table = bounds[:-1, None] + each
+            kv, lens = rows, new_lens.long()
+            places = torch.arange(step.tables.max_seqlen_q, dtype=bounds.dtype)
+            table = bounds[:-1, None] + places
         elif layer.group is None or layer.kv is None:
             raise call.layer.not_in_pool()
         else:
@@ -185,8 +185,8 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
             table = step.tables.keys[layer.group].page_table
         self.kernels.extend_attention_cpu(
             q_extend=q,
-            k_extend=own[0],
-            v_extend=own[1],
+            k_extend=rows[0],
+            v_extend=rows[1],
             o_extend=out,
             k_buffer=kv[0],
             v_buffer=kv[1],
@@ -205,7 +205,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
     def _own_rows(
         self, call: AttentionCall, layer: AMXLayer, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the new tokens: the call's, or what the pool holds of them."""
+        """K and V of the new tokens: the call's, or the pool's."""
         is_latent, rank = call.layer.kind == "mla", call.layer.v_head_dim
         second = call.k_rope if is_latent else call.v
         if call.k is not None and second is not None:
@@ -214,16 +214,16 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
                 raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")
             if not is_latent:
                 return call.k, second
-            own = torch.cat([call.k, second], dim=-1)
+            rows = torch.cat([call.k, second], dim=-1)
         elif layer.kv is None:
             raise call.layer.not_in_pool()
         else:
             pool = self.context.token_to_kv_pool
             places = pool.translate(batch.out_cache_loc, call.layer.layer_id)
-            own = layer.kv[0][places]
+            rows = layer.kv[0][places]
             if not is_latent:
-                return own, layer.kv[1][places]
-        return own, own[..., :rank]
+                return rows, layer.kv[1][places]
+        return rows, rows[..., :rank]
 
 
 def _splits(longest: int) -> int:

@@ -1,4 +1,5 @@
-"""What SGLang's kernels for CPUs with AMX need of a layer, and which layers they do not serve."""
+"""Layers for SGLang's kernels for CPUs with AMX: their arguments, and layers that they do not
+serve."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ DIM_STEP = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AMXLayer:
-    """What no step changes."""
+    """Arguments that no step changes."""
 
     sinks: torch.Tensor | None
     """[Hq] bfloat16: the kernels read no other dtype than that of Q."""

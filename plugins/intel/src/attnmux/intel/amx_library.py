@@ -24,9 +24,9 @@ class AMXKernels:
 def load_kernels() -> AMXKernels:
     """Load the library without importing vLLM.
 
-    Raises ImportError where vLLM is missing, and on a CPU without its instructions, where the
-    library would end the process; OSError where the library was built for another torch;
-    AttributeError where it lacks a kernel.
+    Raises ImportError if vLLM is missing, and on a CPU without its instructions, where the
+    library would end the process; OSError if the library was built for another torch;
+    AttributeError if it lacks a kernel.
     """
     if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()):
         raise ImportError("this CPU lacks AVX-512 with bfloat16, or AMX")

@@ -1,6 +1,6 @@
 """Rows over latents that the kernels made NaN, computed again in plain torch.
 
-The kernels pad a request's last tile of latents with what lay in the thread's memory before, at
+The kernels pad a request's last tile of latents with earlier content of the thread's memory, at
 weight 0: NaN of another request makes a result NaN. Only such rows come here, and those of requests
 that hold NaN themselves, so speed matters less than a path without that memory.
 """
@@ -29,7 +29,7 @@ def replace_nan(
     """Compute the rows of `out` that hold NaN again, in place; causal from the end of the keys.
 
     q: [T, Hq, rank + rope]; out: [T, Hq, rank], without NaN in rows of no request.
-    latents: [N, 1, rank + rope], of which the table of `keys` names rows.
+    latents: [N, 1, rank + rope]; the table of `keys` names its rows.
     bounds: [B + 1] int32, where each request's queries begin.
     """
     # A sum is NaN where a number is, and takes no memory of the result's size.

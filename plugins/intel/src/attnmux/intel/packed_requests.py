@@ -1,7 +1,7 @@
 """Requests with new tokens, and their own keys as pages.
 
-In a step of many queries the kernel for decode takes every request without two queries or more, one
-without any too: that one's result would be written over the next request's. So these requests are
+In a step of many queries the kernel for decode takes every request with fewer than two queries. The
+result of a request without queries would overwrite the next request's. So these requests are
 left out. Keys that come with a call are copied to pages: without pages the kernels expect more than
 one query of each request, and take no sinks.
 """
@@ -27,13 +27,13 @@ class PackedRequests:
     new: tuple[int, ...]
     """Their new tokens."""
     kept: torch.Tensor | None
-    """[kept] int64: their places in the batch; None where that are all."""
+    """[kept] int64: their places in the batch; None if that are all."""
 
     @classmethod
     def of(cls, batch: ForwardBatch, queries_each: int | None) -> PackedRequests:
-        """queries_each: new tokens of each request where all have as many.
+        """queries_each: new tokens of each request if all have as many.
 
-        Raises InvalidInput where the batch lacks its lengths on the host.
+        Raises InvalidInput if the batch lacks its lengths on the host.
         """
         if queries_each is not None:
             return cls(new=(queries_each,) * batch.batch_size, kept=None)
@@ -74,16 +74,19 @@ class PackedRequests:
     ) -> tuple[Keys, tuple[torch.Tensor, ...]]:
         """Copies of rows [T, H, D] of their new tokens as pages [pages, page_size, H, D], 0 after
         each request's, with their table. A table's row has room for a multiple of `key_tile`."""
-        each = -(-self.longest // key_tile) * key_tile // page_size
+        num_pages = -(-self.longest // key_tile) * key_tile // page_size
         slots = torch.cat(
-            [index * each * page_size + torch.arange(count) for index, count in enumerate(self.new)]
+            [
+                index * num_pages * page_size + torch.arange(count)
+                for index, count in enumerate(self.new)
+            ]
         ).to(rows[0].device)
-        shape = (len(self.new) * each, page_size)
+        shape = (len(self.new) * num_pages, page_size)
         pages = []
-        for given in rows:
-            copied = given.new_zeros((shape[0] * page_size, *given.shape[1:]))
-            copied[slots] = given[: self.num_queries]
-            pages.append(copied.view(*shape, *given.shape[1:]))
+        for row in rows:
+            copied = row.new_zeros((shape[0] * page_size, *row.shape[1:]))
+            copied[slots] = row[: self.num_queries]
+            pages.append(copied.view(*shape, *row.shape[1:]))
         table = torch.arange(shape[0], dtype=torch.int32, device=slots.device)
         lens = torch.tensor(self.new, dtype=torch.int32, device=slots.device)
-        return Keys(page_table=table.view(-1, each), lens=lens), tuple(pages)
+        return Keys(page_table=table.view(-1, num_pages), lens=lens), tuple(pages)

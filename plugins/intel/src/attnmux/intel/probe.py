@@ -67,7 +67,7 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Pla
     /opt are; `variables` are those of the environment that hide devices.
     """
     runtime = _oneapi(root)
-    found = [card.number for card in _visible(_cards(root), variables) if card.number in BY_ID]
+    numbers = [card.number for card in _visible(_cards(root), variables) if card.number in BY_ID]
     return [
         replace(
             Platform.parse(f"intel:{BY_ID[number].arch}"),
@@ -75,20 +75,20 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Pla
             count=count,
             runtime=runtime,
         )
-        for number, count in Counter(found).items()
+        for number, count in Counter(numbers).items()
     ]
 
 
 def _cards(root: Path) -> list[Card]:
     """In the order of Level Zero: GPUs of processors last, else by address. card0-DP-1 and its like
     are connectors, not cards."""
-    found = []
+    cards = []
     for path in (root / CARDS).glob("card*"):
         device = path / "device"
         driver = (device / "driver").resolve().name
         if path.name[4:].isdecimal() and _read(device / "vendor") == INTEL and driver in DRIVERS:
             address = device.resolve().name
-            found.append(
+            cards.append(
                 Card(
                     # Device 2 of bus 0 is in the processor's package
                     is_integrated=address.startswith("0000:00:02."),
@@ -97,7 +97,7 @@ def _cards(root: Path) -> list[Card]:
                     tiles=len(list(device.glob("tile[0-9]*"))) or 1,
                 )
             )
-    return sorted(found)
+    return sorted(cards)
 
 
 def _visible(cards: Iterable[Card], variables: Mapping[str, str]) -> list[Card]:

@@ -1,7 +1,7 @@
 """vllm-xpu-kernels' flash attention for MHA and GQA: one call of its function a layer, over pages.
 
 A window counts keys before the query, inclusive. Sinks have the dtype of the queries. A cap and
-slopes are taken and ignored. Where each request has the same 2 to 16 queries, the function reads
+slopes are taken and ignored. If each request has the same 2 to 16 queries, the function reads
 each as a request of the decode kernel, which splits keys by the size of the batch.
 """
 
@@ -34,7 +34,7 @@ class VLLMXPUKernels:
 
 
 def load_kernels() -> VLLMXPUKernels:
-    """Raises ImportError where the package is missing, or its library of operators does not load:
+    """Raises ImportError if the package is missing, or its library of operators does not load:
     the module itself imports all the same."""
     import_module("vllm_xpu_kernels._vllm_fa2_C")
     return KernelLibrary.imported(VLLMXPUKernels, "vllm_xpu_kernels.flash_attn_interface")

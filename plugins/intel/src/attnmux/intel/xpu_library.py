@@ -29,8 +29,8 @@ class XPUKernels:
 def load_kernels() -> XPUKernels:
     """Import sgl-kernel, whose build for Intel's GPUs registers the operators.
 
-    Raises ImportError where it is missing or is a build for another device, OSError where a library
-    of oneAPI is missing, and AttributeError where the build lacks an operator.
+    Raises ImportError if it is missing or is a build for another device, OSError if a library
+    of oneAPI is missing, and AttributeError if the build lacks an operator.
     """
     import_module("sgl_kernel")
     ops = torch.ops.sgl_kernel

@@ -4,8 +4,8 @@ own pages.
 LSE is a natural logarithm, [Hq, T], with `qv` [T, Hq]; sinks are included. Causality counts from
 the end of the keys. Over a latent, a logit is q · k + qv · v, the absorbed one: `q` and K are the
 rotary parts, `qv` and V the latents. The library gives garbage for a request with queries and
-without keys; in an extend step there is none, as each token sees itself. It allocates its output,
-in which the rows that no request owns keep what the allocator left.
+without keys; in an extend step there is none, as each token sees itself. It allocates its output.
+Rows that no request owns keep the allocator's leftovers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FA4Step:
     may_pad: bool
     """Whether tokens of no request may follow those of all requests."""
     unowned: torch.Tensor | None = None
-    """[T, 1, 1] bool: the rows of no request. Set by `fill_step` where there may be one."""
+    """[T, 1, 1] bool: the rows of no request. Set by `fill_step` if there may be one."""
 
 
 class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
@@ -188,7 +188,7 @@ def _check_layer(layer: LayerSpec) -> None:
 def compile_kernels(backend: AttentionBackend) -> None:
     """Rehearse short steps and long ones: on SM100 a kernel takes one tile of queries or two.
 
-    Where results must not depend on the batch, a step counts as long as the longest context.
+    If results must not depend on the batch, a step counts as long as the longest context.
     """
     rehearse(backend)
     context = backend.context

@@ -1,4 +1,4 @@
-"""What several of the libraries ask of layers and pools, and how they take and give rows."""
+"""Common requirements of several libraries on layers and pools, and the layout of their rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FP8 = torch.float8_e4m3fn
 
 
 def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
-    """The context's layers of MLA, at least one, all of which `LatentRows.check` accepts.
+    """The context's layers of MLA, at least one. `LatentRows.check` accepts all of them.
 
     The others belong to the expanded prefill, which decoding never calls.
-    Raises InvalidInput where there is none, and for dims that no kernel is built for.
+    Raises InvalidInput if there is none, and for dims without a kernel.
     """
     layers = tuple(layer for layer in context.layers if layer.kind == "mla")
     if not layers:
@@ -34,10 +34,10 @@ def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
 
 def check_own_or_fp8(context: BackendContext) -> None:
     """Raises InvalidInput for a pool that is neither of the queries' dtype nor of e4m3."""
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if dtype != FP8 and asked is not None and dtype != torch_dtype(asked):
+    dtype, wanted = context.token_to_kv_pool.dtype, context.request.dtype
+    if dtype != FP8 and wanted is not None and dtype != torch_dtype(wanted):
         raise InvalidInput(
-            "token_to_kv_pool", got=dtype, expected=f"{asked}, as the queries are, or {FP8}"
+            "token_to_kv_pool", got=dtype, expected=f"{wanted}, as the queries are, or {FP8}"
         )
 
 
@@ -62,7 +62,7 @@ def by_request(rows: torch.Tensor | None, each: int) -> torch.Tensor | None:
 def store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:
     """Copy the kernels' LSE, a natural logarithm, to the caller's [T, Hq].
 
-    source: [Hq, T], or [B, Hq, Tq] where every request has `queries_each` queries.
+    source: [Hq, T], or [B, Hq, Tq] if every request has `queries_each` queries.
     """
     if queries_each is None:
         lse.copy_(source.t())

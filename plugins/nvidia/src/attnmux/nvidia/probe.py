@@ -18,7 +18,7 @@ NVML cannot start."""
 
 
 class Device(NamedTuple):
-    """What CUDA takes for one device: a GPU, or an instance of a GPU in MIG mode."""
+    """A device as CUDA counts: a GPU, or an instance of a GPU in MIG mode."""
 
     handle: Any
     gpu: Any
@@ -33,7 +33,7 @@ def probe(variables: Mapping[str, str] = {}) -> list[Platform]:
     The runtime is the newest CUDA that the driver supports, which NVML reports; the toolkit that a
     kernel library was built with is that library's own requirement.
 
-    Raises AttnmuxError where the driver is loaded and does not answer.
+    Raises AttnmuxError if the driver is loaded and does not answer.
     """
     loaded = Path(DRIVER_NODE).exists()
     if not loaded and not Path(GUEST_NODE).exists():
@@ -92,12 +92,12 @@ def _visible(nvml: ModuleType, variables: Mapping[str, str]) -> list[Device]:
     text = variables.get("CUDA_VISIBLE_DEVICES")
     gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     if text is not None and text.startswith("MIG-"):
-        instances = [one for gpu in gpus for one in _instances(nvml, gpu)]
+        instances = [instance for gpu in gpus for instance in _instances(nvml, gpu)]
         return visible_devices(text, instances, lambda one: _instance_ids(nvml, one))[:1]
     if text and variables.get("CUDA_DEVICE_ORDER", "").upper() != "PCI_BUS_ID":
         gpus = _fastest_first(nvml, gpus)
     gpus = visible_devices(text, gpus, lambda gpu: (_text(nvml.nvmlDeviceGetUUID(gpu)),))
-    instances = [one for gpu in gpus for one in _instances(nvml, gpu)]
+    instances = [instance for gpu in gpus for instance in _instances(nvml, gpu)]
     return instances[:1] or [Device(gpu, gpu) for gpu in gpus]
 
 
@@ -107,12 +107,12 @@ def _instances(nvml: ModuleType, gpu: object) -> list[Device]:
         mode, _ = nvml.nvmlDeviceGetMigMode(gpu)
     except nvml.NVMLError:  # most GPUs have no such mode
         return []
-    found = []
+    instances = []
     if mode == nvml.NVML_DEVICE_MIG_ENABLE:
         for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
             with suppress(nvml.NVMLError):  # none in this place, or withheld from the container
-                found.append(Device(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place), gpu))
-    return found
+                instances.append(Device(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place), gpu))
+    return instances
 
 
 def _instance_ids(nvml: ModuleType, one: Device) -> tuple[str, str]:
@@ -154,7 +154,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _memory(nvml: ModuleType, handle: object) -> int:
-    """Bytes; 0 where NVML gives none: a GB10 has no memory of its own, and a container with a
+    """Bytes; 0 if NVML gives none: a GB10 has no memory of its own, and a container with a
     share of a device (MIG) may not query the whole."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)

@@ -1,4 +1,5 @@
-"""What the backends over TensorRT-LLM's kernels in flashinfer share: mainly their scratch memory.
+"""Common code of the backends over TensorRT-LLM's kernels in flashinfer: mainly their scratch
+memory.
 
 Its first 8 MiB count the blocks that are done with a request. They have to be 0 before a launch,
 and a launch leaves them so: nothing else may write there.
@@ -29,7 +30,7 @@ _TILE_ROWS = 128
 
 
 def by_major(context: BackendContext, kernels: Mapping[int, T]) -> T:
-    """What serves the device, by the major number of its compute capability, as the library
+    """The entry for the device, by the major number of its compute capability, as the library
     dispatches. Raises InvalidInput for a platform that no kernel runs on."""
     platform = context.platform
     major = platform.version[0] if platform.version else None
@@ -53,7 +54,7 @@ def workspace(
 ) -> torch.Tensor:
     """[bytes] uint8 of the context, zeros when it is made.
 
-    Raises InvalidInput where the option `workspace_bytes` is too small for partial results: one
+    Raises InvalidInput if the option `workspace_bytes` is too small for partial results: one
     row of output in float32, with its maximum and sum, for each row of a tile of each processor
     (kernelParams.h, `ptrPartialO`). XQA's rows take less, but a processor has as many as a group
     has of all drafts, in blocks of 32 (mha.cu, `nbTokenBlocksPerGrp`).

@@ -14,8 +14,8 @@ def load_operators(namespace: str, operator: str, file: str) -> Any:  # noqa: AN
     """`torch.ops.<namespace>`, from a file of the package `vllm`.
 
     operator: one of them. file: its path there, without its ending.
-    Raises ImportError where vLLM is not installed or was built without the file, OSError where the
-    file does not load, AttributeError where it has no such operator.
+    Raises ImportError if vLLM is not installed or was built without the file, OSError if the
+    file does not load, AttributeError if it has no such operator.
     """
     operators = getattr(torch.ops, namespace)
     if hasattr(operators, operator):

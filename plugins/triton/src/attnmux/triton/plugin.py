@@ -48,7 +48,7 @@ COMPILED = (
     *("nvidia:sm100", "nvidia:sm103", "nvidia:sm120"),
 )
 """The chips of `nox -s chips` on which nothing ran. benchmarks/results/chips.md says how much of
-what the card offers compiled for each."""
+the card's offer compiled for each."""
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:
@@ -187,7 +187,7 @@ OPTIONS = (
         default=0,
         least=0,
         most=1 << 20,
-        summary="tokens a part of a request's keys, more where there would be more parts than "
+        summary="tokens a part of a request's keys, more if there would be more parts than "
         "num_kv_splits or else 32; 0: as num_kv_splits says",
     ),
     Option(

@@ -1,4 +1,4 @@
-"""What adapters for keys that an indexer picks are tested for, besides `AdapterTests`."""
+"""Tests of adapters for keys that an indexer picks, in addition to `AdapterTests`."""
 
 from __future__ import annotations
 

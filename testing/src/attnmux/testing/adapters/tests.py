@@ -1,4 +1,4 @@
-"""What every adapter of a kernel library is tested for, besides the conformance suite.
+"""Tests of every adapter of a kernel library, in addition to the conformance suite.
 
 `AdapterWorld` makes an adapter on emulated kernels with a prepared step; `recorded` notes what the
 kernels are called with; `AdapterTests` are the tests that all adapters share.
@@ -222,7 +222,7 @@ class AdapterWorld:
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
     def fails(self, error: Exception, *names: str, step: Step, **settings: Any) -> BackendFailed:  # noqa: ANN401  # as above
-        """What the trial of the library says if its functions of these names raise the error."""
+        """The message of the library's trial if its functions of these names raise the error."""
 
         def failing(*_: object, **__: object) -> None:
             raise error

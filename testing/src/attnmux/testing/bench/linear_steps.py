@@ -61,7 +61,8 @@ class LinearStep:
 
     @property
     def left(self) -> torch.Tensor:
-        """What the step leaves in the place of `states`: after drafts, those after the last one."""
+        """The states after the step, in place of `states`: after drafts, those after the last
+        one."""
         if self.workload.phase != "verify":
             return self.states
         layer, pool, num = self.layers[-1], self.setup.states, self.workload.new

@@ -52,7 +52,7 @@ class Row:
     worst_error: float | None = None
     """The largest such error of one query and head."""
     why: str = ""
-    """What went wrong."""
+    """The error, if there was one."""
 
     @property
     def is_beyond(self) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks measure together.
+"""Measurements of several ranks together.
 
 A step of several ranks waits for the slowest of them, so that a choice goes by the largest of the
 ranks' medians.
@@ -146,7 +146,7 @@ def _slowest(trial: Trial, ranks: Sequence[dict[str, Any]]) -> Trial:
 
 
 def _exchanged(group: RankGroup, said: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank says. Raises RanksDiffer where one measures and another has finished."""
+    """The values of all ranks. Raises RanksDiffer if one measures and another has finished."""
     found = group.exchange(said)
     kinds = [each["kind"] for each in found]
     if len(set(kinds)) > 1:

@@ -87,7 +87,7 @@ SHAPES_CPU = (
     *(_dense(8, 2, 64), _dense(8, 2, 128), _dense(8, 8, 64), _dense(8, 8, 128)),
     *(_dense(8, 2, 128, **FP8), _dense(8, 2, 64, sliding_window=127), _latent(8)),
 )
-"""What most models have comes first, so that a run that ends early is of use."""
+"""The shapes of most models come first, so that a run that ends early is of use."""
 
 
 def tasks(platform: Platform) -> Iterator[Task]:

@@ -1,4 +1,4 @@
-"""What a step needs, what the device reaches, and how close a time comes to that."""
+"""The work of a step, the limits of the device, and how close a time comes to them."""
 
 from __future__ import annotations
 

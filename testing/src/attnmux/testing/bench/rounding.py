@@ -1,4 +1,4 @@
-"""What rounding K and V to a pool's dtype changes, whatever backend reads them."""
+"""The error of rounding K and V to a pool's dtype, whatever backend reads them."""
 
 from __future__ import annotations
 

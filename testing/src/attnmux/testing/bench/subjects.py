@@ -1,4 +1,5 @@
-"""What is timed: attention over a pool of K and V, or linear layers over a pool of states."""
+"""The subjects of timing: attention over a pool of K and V, or linear layers over a pool of
+states."""
 
 from __future__ import annotations
 

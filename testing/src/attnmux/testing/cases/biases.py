@@ -31,7 +31,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "-fp8_e4m3": {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)},
     "-strided": {"strided_kv": True},
 }
-"""What goes with either bias."""
+"""Features that go with either bias."""
 
 
 def alibi_cases(page: int) -> Iterator[Case]:

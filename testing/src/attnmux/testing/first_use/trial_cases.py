@@ -28,7 +28,7 @@ class TrialCases(NamedTuple):
     needed: tuple[AnyCase, ...]
     """One of each phase, over several pages."""
     others: tuple[AnyCase, ...]
-    """What else is worth its time, the phases by turns."""
+    """Further cases that are worth their time, the phases by turns."""
     missing: tuple[str, ...]
     """Phases for which the suite has no needed case."""
 

@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Facts:
-    """What is known of an operation before it is called."""
+    """Facts about an operation before it is called."""
 
     name: str
     has_parts: bool

@@ -144,7 +144,7 @@ def visibility(
 
 
 def alibi_bias(slopes: torch.Tensor, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """What ALiBi adds to the logits of each token and key, slope * (key - token): [T, Hq, num_keys]
+    """ALiBi's share of the logits of each token and key, slope * (key - token): [T, Hq, num_keys]
     float64 (arXiv:2108.12409).
 
     slopes: [Hq]. positions: [T], places of the tokens in the sequence.
@@ -156,7 +156,7 @@ def alibi_bias(slopes: torch.Tensor, positions: torch.Tensor, num_keys: int) -> 
 def relative_bias(
     table: torch.Tensor, positions: torch.Tensor, num_keys: int, *, causal: bool
 ) -> torch.Tensor:
-    """What relative position biases add to the logits of each token and key: [T, Hq, num_keys]
+    """The share of relative position biases in the logits of each token and key: [T, Hq, num_keys]
     float64 (T5, arXiv:1910.10683).
 
     table: as `LayerSpec.relative_bias`. positions: [T], places of the tokens in the sequence.
@@ -306,7 +306,7 @@ def _positions(
 
 
 def _custom_masks(batch: ForwardBatch) -> list[torch.Tensor | None]:
-    """What each request's mask keeps, new tokens * keys values."""
+    """The keys that each request's mask keeps, new tokens * keys values."""
     trees = drafts_seen(batch)
     if trees is not None:
         prefixes = [_lengths(batch, request)[1] for request in range(batch.batch_size)]

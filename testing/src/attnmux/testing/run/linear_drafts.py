@@ -1,4 +1,4 @@
-"""What a step that verifies drafts leaves behind in linear layers, and what accepting them does."""
+"""Checks of linear layers after a step that verifies drafts, and after drafts are accepted."""
 
 from __future__ import annotations
 

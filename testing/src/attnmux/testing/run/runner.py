@@ -35,7 +35,7 @@ from attnmux.testing.setup.placement import (
 from attnmux.testing.setup.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
 
 MEMORY = "K", "V", "scales of K", "scales of V"
-"""What a slot of a pool holds, in the order of `KVPool.memory`."""
+"""The contents of a slot of a pool, in the order of `KVPool.memory`."""
 MOST_LOGITS = 1 << 21
 """Most logits of the reference in a layer of a step: 16 MiB in float64."""
 

@@ -156,7 +156,7 @@ def _asked(
 
 
 def _changes(axis: Axis, value: Value, request: Request) -> dict[str, Any]:
-    """What to set in the request so that the axis asks for `value`."""
+    """The fields to set in the request so that the axis has `value`."""
     if axis.asked_by:
         asked = Request.parse(axis.asked_by)
         changed = {name: getattr(asked, name) for name in asked.origins}

@@ -23,7 +23,7 @@ SECRETS = re.compile(
     ) [^\s"',;]+
     | \b(?:hf|ghp|gho|ghs|github_pat|glpat|sk|pk|xox[a-z]|AKIA)[_-]?[A-Za-z0-9_-]{16,}"""
 )
-"""What follows a word such as `token=`, and texts that are keys by their beginning."""
+"""Values after a word such as `token=`, and texts that are keys by their beginning."""
 
 ADDRESSES = re.compile(
     r"""(?ix)

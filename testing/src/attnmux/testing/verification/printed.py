@@ -1,4 +1,4 @@
-"""What `attnmux verify` prints of the outcomes."""
+"""The output of `attnmux verify` for its outcomes."""
 
 from __future__ import annotations
 

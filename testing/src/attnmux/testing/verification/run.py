@@ -74,7 +74,7 @@ def stopping(outcomes: Iterable[Outcome], *, fail_fast: bool) -> Iterator[Outcom
 
 
 def limits_of(candidate: Candidate) -> list[Outcome]:
-    """What the selector says just beyond each limit of the card."""
+    """The selector's answers just beyond each limit of the card."""
     return [try_point(candidate, point) for point in outside_points(candidate)]
 
 

@@ -1,4 +1,4 @@
-"""What `attnmux verify --keep` keeps of a run: a summary for `attnmux report`, and a pass."""
+"""The file of `attnmux verify --keep`: a summary for `attnmux report`, and a pass."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Pure functions on tensors, vectorised, on the device of their inputs. Lengths co
 Results are int32 unless a docstring says otherwise. Lengths of 0 and batches of 0 are legal.
 
 Sizes that depend on values are Python ints, `total` or `max_len`. A builder synchronises with the
-device where they are None and no `out` is given. With `out`, it writes the front of that buffer
+device if they are None and no `out` is given. With `out`, it writes the front of that buffer
 without a synchronisation, as a device graph requires, and returns that part.
 
 `kv_start` is the column of a request's row where its keys begin: the encoder's length for

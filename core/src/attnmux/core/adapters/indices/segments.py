@@ -1,4 +1,4 @@
-"""The parts that index builders are made of: sequences laid end to end, and pages of slots."""
+"""The parts of index builders: sequences laid end to end, and pages of slots."""
 
 from __future__ import annotations
 

@@ -45,4 +45,4 @@ class IndexRows:
     keys: torch.Tensor
     """[slots, index_head_dim]."""
     scales: torch.Tensor | None
-    """[slots, blocks of 128 values] float32; None where keys are stored unchanged."""
+    """[slots, blocks of 128 values] float32; None if keys are stored unchanged."""

@@ -39,7 +39,7 @@ class LinearAttentionBackend(StepBackend):
 
     The states of a step's requests are in the rows `req_pool_indices` of the context's
     `linear_states`. A request whose first new token is its first one starts from zeros, whatever
-    the row holds: where `extend_prefix_lens` is 0, and in a decode step where `seq_lens` is 1 or
+    the row holds: if `extend_prefix_lens` is 0, and in a decode step if `seq_lens` is 1 or
     less. Each call leaves the rows of the step's requests with the state after their last token,
     and every other row but padding's unchanged.
 
@@ -153,8 +153,8 @@ class LinearAttentionBackend(StepBackend):
         """Run d draft tokens a request, d being `batch.drafts().draft_token_num`. Writes `call.out`
         and the first d of `states.draft_state` in the requests' rows.
 
-        Raises AttnmuxError unless the backend overrides it, as those do whose card has the phase
-        "verify".
+        Raises AttnmuxError unless the backend overrides it. Backends with the phase "verify" on
+        their card do.
         """
         raise AttnmuxError(f"{type(self).__name__} verifies no drafts")
 

@@ -28,7 +28,7 @@ class NewTokens:
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> NewTokens:
-        """Reads the lengths from the device where there is no host mirror. Raises InvalidInput
+        """Reads the lengths from the device if there is no host mirror. Raises InvalidInput
         without lengths."""
         new, cached = batch.extend_lens()
         mirror = batch.extend_seq_lens_cpu

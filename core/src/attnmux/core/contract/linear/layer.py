@@ -35,7 +35,7 @@ class LinearLayerSpec:
     """
 
     DELTA_KINDS: ClassVar = frozenset({"gdn", "kda"})
-    """Kinds that subtract what the state already holds for a key before they add its value."""
+    """Kinds that subtract the state's value for a key before they add the new one."""
     CHANNEL_KINDS: ClassVar = frozenset({"kda", "mamba1"})
     """Kinds whose decay is a number for each K channel of a head."""
     L2_EPS: ClassVar = 1e-6

@@ -20,8 +20,8 @@ class StatePool(ABC):
 
     Row 0 belongs to padding. A request without cached tokens starts from zeros, whatever its row
     holds, so that no row has to be cleared. A backend reads the state before the step's tokens and
-    leaves the state after them; a step that verifies drafts leaves a request's own state as it was,
-    and writes the states after each draft token beside it.
+    leaves the state after them; a step that verifies drafts leaves a request's own state unchanged,
+    and writes the states after each draft token next to it.
 
     attnmux-parts has `LinearStatePool`, which engines make.
     """

@@ -1,1 +1,1 @@
-"""`attnmux generate`: its options, what it reads, runs and prints."""
+"""`attnmux generate`: its options, input, run and output."""

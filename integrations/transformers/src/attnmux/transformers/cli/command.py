@@ -208,8 +208,8 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--deterministic",
     is_flag=True,
-    help="Keep each prompt's bits the same, whatever other prompts run beside it. Slower. Also the "
-    "setting deterministic.",
+    help="Keep each prompt's bits the same, whatever other prompts run at the same time. Slower. "
+    "Also the setting deterministic.",
 )
 @click.option(
     "--graph/--no-graph",
@@ -309,8 +309,8 @@ def generate(
         logprobs=logprobs,
     )
     settings = run.settings()
-    asked = read_prompts(prompts, file, model=model, seed=seed, images=images, audio=audio)
+    user_prompts = read_prompts(prompts, file, model=model, seed=seed, images=images, audio=audio)
     # By name: the import takes seconds, and a user's mistake should not wait for it.
-    given = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
+    stated = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
     run_command = pkgutil.resolve_name("attnmux.transformers.cli.run:run_command")
-    run_command(run, settings, asked, sampling, {**given, **options})
+    run_command(run, settings, user_prompts, sampling, {**stated, **options})

@@ -32,14 +32,14 @@ class Drafting:
     """The options of the command.
 
     Raises InvalidInput for more tokens to verify than a draft model proposes, and for options of
-    drafts where nothing drafts.
+    drafts if nothing drafts.
     """
 
     draft: str | None
     """ngram, eagle, or the folder or the hub id of a model or of an EAGLE head; None without
     drafts."""
     draft_tokens: int | None
-    """Tokens that a step verifies; None: the usual number, or fewer where there are fewer."""
+    """Tokens that a step verifies; None: the usual number, or fewer if there are fewer."""
     topk: int
     steps: int | None
     always: bool = False
@@ -114,7 +114,7 @@ class Drafting:
         *,
         max_total_tokens: int,
     ) -> ModelRunner | None:
-        """Loads the draft model, on a backend of its own, with a KV pool of its own; None where no
+        """Loads the draft model, on a backend of its own, with a KV pool of its own; None if no
         model drafts.
 
         target, runner: the target's checkpoint, and its runner. load: makes the runner of a model
@@ -138,7 +138,7 @@ class Drafting:
         *,
         warn: Callable[[str], None],
     ) -> Proposer | None:
-        """What drafts; None without drafts.
+        """The proposer of drafts; None without drafts.
 
         drafter: from `drafter`. warn: called with a sentence about a draft model that runs without
         graphs. Raises GraphUnsupported if graphs are required but unavailable.

@@ -26,30 +26,31 @@ from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.run.runner import ModelRunner
 
 Inputs = Mapping[str, torch.Tensor]
-"""What an encoder, or a processor of images, makes of a prompt."""
+"""The tensors that an encoder, or a processor of images, makes of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Prompts in token ids, with what is left for the model's encoder to read."""
+    """Prompts in token ids, with the inputs of the model's encoder."""
 
     prompts: Sequence[Prompt]
     pictured: Mapping[int, Inputs] = field(default_factory=dict)
     """Inputs of the prompts with images, by the prompt's index."""
     sources: Sequence[Inputs] = ()
-    """What the encoder of an encoder-decoder model reads for each of the prompts."""
+    """Inputs of an encoder-decoder model's encoder, for each prompt."""
     encoder_len: int = 0
     """The most encoder tokens of one."""
 
     def read_by(self, runner: ModelRunner) -> list[Prompt]:
-        """The prompts with what the encoder makes of their images or sources."""
+        """The prompts with the encoder's results for their images or sources."""
         wanted = [*self.prompts]
         for index, inputs in self.pictured.items():
             wanted[index] = replace(wanted[index], images=runner.read_images(inputs))
         if self.sources:
             states = runner.encode_all(self.sources)
             return [
-                replace(one, encoder_states=each) for one, each in zip(wanted, states, strict=True)
+                replace(prompt, encoder_states=state)
+                for prompt, state in zip(wanted, states, strict=True)
             ]
         return wanted
 
@@ -61,29 +62,30 @@ def encode(
     sampling: SamplingParams,
     context: int,
 ) -> Encoded:
-    """The prompts in token ids, with what they override of the command's options.
+    """The prompts in token ids, with their overrides of the command's options.
 
     context: tokens of the longest request.
     """
-    own = zip(asked, sampling.for_each(len(asked)), strict=True)
+    pairs = zip(asked, sampling.for_each(len(asked)), strict=True)
     if checkpoint.config.is_encoder_decoder:
         longest = checkpoint.max_encoder_len or context
         sources = read_sources(checkpoint, asked, longest=longest, chat=answering.chat)
         first = first_tokens(checkpoint, answering.decoder_prompt)
         return Encoded(
-            prompts=[_prompt(one, first, each, answering) for one, each in own],
+            prompts=[_prompt(one, first, params, answering) for one, params in pairs],
             sources=sources,
             encoder_len=longest_source(checkpoint, sources) or longest,
         )
     refuse_encoder_options(checkpoint, asked, answering)
     pictured = _read_images(checkpoint, asked, answering.chat)
-    texts = [one.prompt for one in asked]
+    texts = [prompt.prompt for prompt in asked]
     for index, inputs in pictured.items():
         texts[index] = inputs["input_ids"][0].tolist()
     encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=answering.chat)
     _refuse_placeholders(checkpoint, [ids for at, ids in enumerate(encoded) if at not in pictured])
     prompts = [
-        _prompt(one, ids, each, answering) for ids, (one, each) in zip(encoded, own, strict=True)
+        _prompt(one, ids, params, answering)
+        for ids, (one, params) in zip(encoded, pairs, strict=True)
     ]
     return Encoded(prompts=prompts, pictured=pictured)
 
@@ -92,13 +94,13 @@ def _read_images(
     checkpoint: Checkpoint, asked: Sequence[UserPrompt], chat: bool
 ) -> dict[int, Inputs]:
     """The prompts with images, by their index."""
-    if not any(one.images for one in asked):
+    if not any(prompt.images for prompt in asked):
         return {}
     processor = ImageProcessor(checkpoint)
     return {
-        index: processor.read(f"prompt {index + 1}", str(one.prompt), one.images, chat=chat)
-        for index, one in enumerate(asked)
-        if one.images
+        index: processor.read(f"prompt {index + 1}", str(prompt.prompt), prompt.images, chat=chat)
+        for index, prompt in enumerate(asked)
+        if prompt.images
     }
 
 
@@ -114,18 +116,18 @@ def _refuse_placeholders(checkpoint: Checkpoint, encoded: Sequence[Sequence[int]
 def _prompt(
     asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, answering: Answering
 ) -> Prompt:
-    """The prompt in token ids. What it overrides takes the place of the command's options."""
-    own = dict(asked.overrides)
-    most = own.pop("max_new_tokens", answering.max_new_tokens)
-    return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
+    """The prompt in token ids. Its own options override those of the command."""
+    overrides = dict(asked.overrides)
+    most = overrides.pop("max_new_tokens", answering.max_new_tokens)
+    return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **overrides))
 
 
 def most_tokens(
     wanted: Sequence[Prompt], context: int, max_running: int, *, encoder_len: int
 ) -> int:
     """Tokens of the longest prompts that may run at a time, with their answers and sources."""
-    lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
-    return sum(encoder_len + each for each in lens[-max_running:])
+    lens = sorted(min(len(prompt.token_ids) + prompt.max_new_tokens, context) for prompt in wanted)
+    return sum(encoder_len + length for length in lens[-max_running:])
 
 
 def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
@@ -147,16 +149,18 @@ def read_sources(
 ) -> list[Inputs]:
     """The encoder's inputs for each prompt: its sound, or its text.
 
-    longest: tokens of the longest text. Raises InvalidInput for sound where the model reads text,
-    for text where it reads sound, and for images.
+    longest: tokens of the longest text. Raises InvalidInput for sound if the model reads text,
+    for text if it reads sound, and for images.
     """
-    if any(one.images for one in asked):
+    if any(prompt.images for prompt in asked):
         got = f"{checkpoint.source}, whose encoder is given only texts and sound"
         raise InvalidInput("image", got=got, expected="a decoder that reads images")
-    if any(one.audio for one in asked) or checkpoint.reads_sound:
+    if any(prompt.audio for prompt in asked) or checkpoint.reads_sound:
         reader = SoundReader(checkpoint)
-        return [reader.read(_sound_of(number, one)) for number, one in enumerate(asked, start=1)]
-    texts = [one.prompt for one in asked]
+        return [
+            reader.read(_sound_of(number, prompt)) for number, prompt in enumerate(asked, start=1)
+        ]
+    texts = [prompt.prompt for prompt in asked]
     encoded = encode_prompts(checkpoint, texts, max_context_len=longest, chat=chat)
     return [{"input_ids": torch.tensor([ids])} for ids in encoded]
 
@@ -169,34 +173,36 @@ def _sound_of(number: int, asked: UserPrompt) -> str:
 
 
 def longest_source(checkpoint: Checkpoint, sources: Sequence[Inputs]) -> int:
-    """The most encoder tokens of a source; 0 where the shapes of the encoder do not tell."""
+    """The most encoder tokens of a source; 0 if the shapes of the encoder do not tell."""
     if not checkpoint.reads_sound:
-        return max(one["input_ids"].shape[1] for one in sources)
+        return max(source["input_ids"].shape[1] for source in sources)
     auto: Any = auto_classes(checkpoint.config)[0]
     try:
         with LOADING, quiet_transformers(progress=False), torch.device("meta"):
             encoder = auto.from_config(checkpoint.config).eval().get_encoder()
-        return max(_shape_of(encoder, one)[1] for one in sources)
+        return max(_shape_of(encoder, source)[1] for source in sources)
     except Exception:  # the model's code may ask for values, which no shape has
         return 0
 
 
 @torch.inference_mode()
 def _shape_of(encoder: Any, inputs: Inputs) -> torch.Size:  # noqa: ANN401  # a model's own
-    given = {name: one.to("meta") for name, one in inputs.items() if name != "attention_mask"}
-    shape: torch.Size = encoder(**given).last_hidden_state.shape
+    shapes = {
+        name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"
+    }
+    shape: torch.Size = encoder(**shapes).last_hidden_state.shape
     return shape
 
 
 def refuse_encoder_options(
     checkpoint: Checkpoint, asked: Sequence[UserPrompt], answering: Answering
 ) -> None:
-    """Raise InvalidInput where a decoder is asked for what an encoder-decoder model does."""
-    given = {
-        "--audio": any(one.audio is not None for one in asked),
+    """Raise InvalidInput if a decoder gets options of encoder-decoder models."""
+    flags = {
+        "--audio": any(prompt.audio is not None for prompt in asked),
         "--decoder-prompt": answering.decoder_prompt is not None,
     }
-    for option in (option for option, is_given in given.items() if is_given):
+    for option in (option for option, is_given in flags.items() if is_given):
         got = f"{checkpoint.source}, which has only a decoder"
         raise InvalidInput(option, got=got, expected="an encoder-decoder model")
 

@@ -32,7 +32,10 @@ class GroupedCommand(click.Command):
     """A command whose help shows its options by `GROUPS`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records = {str(each.name): each.get_help_record(ctx) for each in self.get_params(ctx)}
+        records = {
+            str(parameter.name): parameter.get_help_record(ctx)
+            for parameter in self.get_params(ctx)
+        }
         rest = tuple(
             name for name in records if not any(name in names for names in GROUPS.values())
         )

@@ -20,14 +20,14 @@ BACKENDS = ("backend", "prefill_backend", "decode_backend", "mm_backend", "linea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answering:
-    """What is asked, and how answers are printed."""
+    """Options for prompts, and for the form of answers."""
 
     model: str | None
     """None: the one that ships."""
     revision: str | None
     chat: bool
     decoder_prompt: str | None
-    """What answers of an encoder-decoder model begin with; None: as its checkpoint says."""
+    """The text that begins an encoder-decoder model's answers; None: as its checkpoint says."""
     max_new_tokens: int
     context: int | None
     """Tokens of the longest request; None: the model's limit."""
@@ -41,7 +41,7 @@ class Answering:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watching:
-    """What attnmux-testing does beside the steps."""
+    """Checks by attnmux-testing while the engine runs."""
 
     canary: float
     """Share of the steps that the reference repeats."""
@@ -116,11 +116,11 @@ class Options:
     def check_linear(self, may_have_linear: Callable[[], bool]) -> None:
         """Raise InvalidInput for options of linear layers, unless the model may have some.
 
-        may_have_linear: asked only where such an option is given.
+        may_have_linear: asked only if such an option is given.
         """
-        given = {**self.backends, **self.running}
+        backend_options = {**self.backends, **self.running}
         for name in ("linear_backend", "kept_states"):
-            if given[name] is not None and not may_have_linear():
+            if backend_options[name] is not None and not may_have_linear():
                 raise InvalidInput(
                     f"--{name.replace('_', '-')}",
                     got="a model with softmax attention in all layers",
@@ -136,13 +136,13 @@ class Options:
             self._check_sparse()
 
     def _check_sparse(self) -> None:
-        """Refuse what decoding over chosen pages excludes."""
-        found = {
+        """Refuse options that decoding over chosen pages excludes."""
+        flags = {
             "--dcp": self.parallel.dcp,
             "--pcp": self.parallel.pcp is not None,
             "--canary": self.watching.canary > 0,
         }
-        got = " and ".join(option for option, is_set in found.items() if is_set)
+        got = " and ".join(option for option, is_set in flags.items() if is_set)
         if got:
             expected = "none of these: one device has all keys, and answers are approximate"
             raise InvalidInput("--sparse", got=f"{got} too", expected=expected)
@@ -160,4 +160,4 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 
 def _taken(kind: type[Group], left: dict[str, Any]) -> Group:
     """The group whose fields are options by their names, which `left` then lacks."""
-    return kind(**{one.name: left.pop(one.name) for one in fields(kind)})  # type: ignore[arg-type]  # a dataclass
+    return kind(**{field.name: left.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]  # a dataclass

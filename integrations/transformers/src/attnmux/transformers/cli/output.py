@@ -72,7 +72,7 @@ def as_dict(
     *,
     drafter: ModelRunner | None = None,
 ) -> dict[str, Any]:
-    """Results, timings, what was reused, and what served. drafter: the runner of a draft model."""
+    """Results, timings, reused tokens, and the backends. drafter: the runner of a draft model."""
     timings, stats = generation.timings, generation.stats
     return {
         "results": [
@@ -82,7 +82,7 @@ def as_dict(
                 "token_ids": list(result.token_ids),
                 "finish_reason": result.finish_reason,
                 "reused_tokens": result.reused_tokens,
-                "logprobs": [each._asdict() for each in result.logprobs],
+                "logprobs": [logprob._asdict() for logprob in result.logprobs],
             }
             for prompt, result in zip(prompts, generation.results, strict=True)
         ],
@@ -125,23 +125,23 @@ def _decided(runner: ModelRunner) -> dict[str, Any]:
         },
         "decode_sizes": [
             {
-                "least": each.least,
-                "most": each.most,
-                "backend": each.choice.backend,
-                "plugin": each.choice.plugin,
+                "least": decode_size.least,
+                "most": decode_size.most,
+                "backend": decode_size.choice.backend,
+                "plugin": decode_size.choice.plugin,
             }
-            for each in decision.decode_sizes
+            for decode_size in decision.decode_sizes
         ],
         "others": [
             {
                 **group.to_dict(),
-                "kv_dtype": each.kv_dtype,
+                "kv_dtype": other.kv_dtype,
                 "phases": {
                     phase: {"backend": choice.backend, "plugin": choice.plugin}
-                    for phase, choice in each.phases.items()
+                    for phase, choice in other.phases.items()
                 },
             }
-            for group, each in zip(decision.request.other_layers, decision.others, strict=True)
+            for group, other in zip(decision.request.other_layers, decision.others, strict=True)
         ],
     }
 
@@ -163,12 +163,12 @@ def _drafted(drafter: ModelRunner) -> str:
 def closing_line(
     generation: Generation, runner: ModelRunner, *, drafter: ModelRunner | None = None
 ) -> str:
-    """Speed of both phases and by what, prompt tokens that were reused, drafts that were accepted
-    and by what, requests that had to wait for memory. drafter: as in `as_dict`."""
+    """Speed and backends of both phases, reused prompt tokens, accepted drafts and their proposer,
+    requests that waited for memory. drafter: as in `as_dict`."""
     timings, stats = generation.timings, generation.stats
     served = _served(runner)
-    for each in runner.decision.decode_sizes:
-        served["decode"] += f", of {each} requests {each.choice.backend} ({each.choice.plugin})"
+    for size in runner.decision.decode_sizes:
+        served["decode"] += f", of {size} requests {size.choice.backend} ({size.choice.plugin})"
     for group, other in zip(
         runner.decision.request.other_layers, runner.decision.others, strict=True
     ):

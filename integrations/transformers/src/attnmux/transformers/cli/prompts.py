@@ -46,11 +46,11 @@ class UserPrompt:
     prompt: str | Sequence[int]
     """Text, or token ids."""
     images: Sequence[str] = ()
-    """Files; the prompt is text where there are some."""
+    """Files; the prompt is text if there are some."""
     audio: str | None = None
     """A file that takes the place of the prompt, which is empty."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Some of `KEYS` but for the prompt, its images and its audio."""
+    """Some of `KEYS`, without the prompt, its images and its audio."""
 
 
 def read_prompts(
@@ -66,21 +66,22 @@ def read_prompts(
 
     images: files that each prompt of the command line is about. audio: files that are prompts.
 
-    For the shipped model one is made up where there is none. Raises UsageError for no prompts and
+    For the shipped model one is made up if there is none. Raises UsageError for no prompts and
     for a stdin that is wanted twice or closed, InvalidInput for a file that cannot be used.
     """
     if [*prompts, file].count("-") > 1:
         raise click.UsageError("- reads stdin, which can be read only once.")
     if images and not prompts:
         raise click.UsageError("--image needs a PROMPT that is about it.")
-    asked = [
-        UserPrompt(prompt=_stdin("stdin") if one == "-" else one, images=images) for one in prompts
+    user_prompts = [
+        UserPrompt(prompt=_stdin("stdin") if text == "-" else text, images=images)
+        for text in prompts
     ]
-    asked += [UserPrompt(prompt="", audio=each) for each in audio]
+    user_prompts += [UserPrompt(prompt="", audio=path) for path in audio]
     if file is not None:
-        asked += _from_file(file)
-    if asked:
-        return asked
+        user_prompts += _from_file(file)
+    if user_prompts:
+        return user_prompts
     if model is not None:
         raise click.UsageError("Give a PROMPT, - to read one from stdin, or --prompts FILE.")
     prompt, answer = recall.make_prompt(random.Random(seed), SAMPLE_BYTES)
@@ -145,22 +146,22 @@ def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt
     if value is None:
         expected = 'a JSON object with "prompt" on every line'
         raise InvalidInput(name, got=f"{line[:60]!r}", expected=expected)
-    for key, given in value.items():
+    for key, setting in value.items():
         if key not in KEYS:
             raise InvalidInput(name, got=f"{key!r}", expected=f"only {', '.join(KEYS)}")
-        if not isinstance(given, KEYS[key]) or isinstance(given, bool):
+        if not isinstance(setting, KEYS[key]) or isinstance(setting, bool):
             words = " or ".join(kind.__name__ for kind in KEYS[key])
-            raise InvalidInput(f"{name}, {key}", got=f"{given!r}", expected=words)
+            raise InvalidInput(f"{name}, {key}", got=f"{setting!r}", expected=words)
     audio, images = value.pop("audio", None), value.pop("images", [])
     if audio is not None and ("prompt" in value or images):
         got, expected = "a prompt or images too", "only audio"
         raise InvalidInput(f"{name}, audio", got=got, expected=expected)
     prompt = value.pop("prompt", "")
-    if not all(isinstance(one, str) for one in images):
+    if not all(isinstance(image, str) for image in images):
         raise InvalidInput(f"{name}, images", got="other values", expected="names of files")
     if images and not isinstance(prompt, str):
         raise InvalidInput(f"{name}, prompt", got="token ids, with images", expected="text")
-    if isinstance(prompt, list) and not all(type(one) is int for one in prompt):
+    if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
         raise InvalidInput(f"{name}, prompt", got="a list", expected="text or token ids")
     _check_ranges(name, value)
     return UserPrompt(prompt=prompt, overrides=value, images=images, audio=audio)

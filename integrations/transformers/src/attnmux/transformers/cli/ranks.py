@@ -37,7 +37,7 @@ class Parallel:
 
     @property
     def size(self) -> int | None:
-        """Ranks that are asked for."""
+        """The requested ranks."""
         return self.tp if self.pcp is None else self.pcp
 
     @property
@@ -80,8 +80,8 @@ class Parallel:
             raise InvalidInput("--pcp-min-tokens", got=self.pcp_min_tokens, expected=expected)
 
     def start(self, run: Run) -> None:
-        """Start the ranks, if they are asked for and this process is none of them, and exit with
-        their status. Raises InvalidInput without attnmux-distributed."""
+        """Start the requested ranks, unless this process is one of them, and exit with their
+        status. Raises InvalidInput without attnmux-distributed."""
         if self.size is None or self.size == 1:
             return
         try:

@@ -144,8 +144,8 @@ def run_command(
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
         load_seconds = time.perf_counter() - began
-        if not answering.states_sampling and (said := ignored_sampling(runner.model)):
-            run.warn(said)
+        if not answering.states_sampling and (ignored := ignored_sampling(runner.model)):
+            run.warn(ignored)
         click.echo(ranks.building.summary(runner.decision), err=True)
         if drafter is not None:
             click.echo(f"drafts: {drafter.decision.summary()}", err=True)
@@ -161,7 +161,7 @@ def run_command(
         as_json = answering.as_json
         generation = _generate(engine, wanted, silent=as_json, stream=not answering.no_stream)
         if as_json and ranks.rank == 0:
-            texts = [one.audio or one.prompt for one in asked]
+            texts = [prompt.audio or prompt.prompt for prompt in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
             run.echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
@@ -274,18 +274,19 @@ def first_use(
 def _from_testing(name: str) -> Callable[..., Any] | None:
     """A public name of attnmux-testing, which only some need; None without that package."""
     try:
-        found: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
+        function: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("attnmux.testing"):
             raise
         return None
-    return found
+    return function
 
 
 def wrapper(
     run: Run, watching: Watching
 ) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
-    """What watches a share of the steps, and keeps those that fail; None without either."""
+    """Wraps a backend to check a share of the steps and to store those that fail; None without
+    either."""
     if not watching.is_set:
         return None
     make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")

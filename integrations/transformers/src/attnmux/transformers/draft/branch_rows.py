@@ -21,8 +21,8 @@ class BranchRows:
 
     def __init__(self, steps: StepBuilder, *, topk: int, max_batch_size: int) -> None:
         """steps: of the requests; has a KV pool without windows. topk: K."""
-        own = steps.req_to_token_pool
-        self.table = ReqToTokenPool(max_batch_size * topk, own.max_context_len, steps.device)
+        table = steps.req_to_token_pool
+        self.table = ReqToTokenPool(max_batch_size * topk, table.max_context_len, steps.device)
         self._steps = steps
         self._topk = topk
         self._pages: torch.Tensor | None = None
@@ -61,7 +61,7 @@ class BranchRows:
         ]
         moved = torch.from_numpy(np.concatenate(parts)).to(steps.device, non_blocking=True)
         source_rows, first_lens, positions, page, offset, cells, *copies, new = (
-            torch.split_with_sizes(moved, [len(each) for each in parts])
+            torch.split_with_sizes(moved, [len(part) for part in parts])
         )
         with steps.taking():
             pages = steps.allocator.alloc_pages(int(pages_each.sum()))

@@ -66,7 +66,7 @@ class EagleHead(LlamaForCausalLM):
         return states
 
     def join(self, input_ids: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
-        """[B, T, …]: what the layer reads of tokens [B, T] and the features before them."""
+        """[B, T, …]: the layer's inputs for tokens [B, T] and the features before them."""
         joined: torch.Tensor = self.fc(self._beside(input_ids, features))
         return joined
 
@@ -85,7 +85,7 @@ def check_width(states: torch.Tensor, width: int) -> None:
 
 
 class _Layer(LlamaDecoderLayer):
-    """Reads [B, T, 2 * width], embeddings beside features; returns [B, T, width]."""
+    """Reads [B, T, 2 * width], embeddings next to features; returns [B, T, width]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 0)

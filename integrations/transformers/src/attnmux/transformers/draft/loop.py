@@ -47,7 +47,7 @@ class DraftModel(Protocol):
         """The model's backend once more, over another request table."""
 
     def features_after(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The model's inputs besides tokens, for tokens that follow those in slots [n]."""
+        """The model's inputs in addition to tokens, for tokens that follow those in slots [n]."""
 
     @property
     def token_ids(self) -> torch.Tensor | None:
@@ -118,15 +118,15 @@ class DraftLoop:
         finally:
             self._rows.close()
         shape = (*tokens.shape, num_steps, self._topk)
-        by_step = (each.view(shape).transpose(1, 2).flatten(1) for each in grown)
+        by_step = (tensor.view(shape).transpose(1, 2).flatten(1) for tensor in grown)
         both = zip((scores, tokens, parents), by_step, strict=True)
-        scores, tokens, parents = (torch.cat(each, dim=1) for each in both)
+        scores, tokens, parents = (torch.cat(tensors, dim=1) for tensors in both)
         return DraftCandidates(scores=scores, tokens=tokens, parents=parents)
 
     def _last_slots(self, states: Sequence[SequenceState]) -> torch.Tensor:
         """[B] int64: of each request's last cached token."""
         steps = self._model.steps
-        both = torch.tensor([[each.row, each.num_cached] for each in states])
+        both = torch.tensor([[state.row, state.num_cached] for state in states])
         return steps.last_loc(*both.to(steps.device, non_blocking=True).unbind(1)).long()
 
     def forget(self) -> None:
@@ -153,20 +153,20 @@ class DraftLoop:
         paths = DraftPaths.start(
             *(inputs[name].view(shape)[..., 0] for name in ("scores", "tokens"))
         )
-        found: list[DraftCandidates] = []
+        by_step: list[DraftCandidates] = []
         for number, step in enumerate(steps):
             if number and topk > 1:
                 self._follow(paths.before, slots[..., :number])
-            given = self._model.features_after(before.flatten())
+            features = self._model.features_after(before.flatten())
             with ForwardContext.enter(self.backends, step):
-                logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **given})
+                logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **features})
             before = slots[..., number]
             paths, candidates = paths.grow(
                 logits, topk + number * topk * topk, token_ids=self._model.token_ids
             )
-            found.append(candidates)
-        columns = [(each.scores, each.tokens, each.parents) for each in found]
-        return [torch.stack(each, dim=2).flatten(0, 2) for each in zip(*columns, strict=True)]
+            by_step.append(candidates)
+        columns = [(each.scores, each.tokens, each.parents) for each in by_step]
+        return [torch.stack(column, dim=2).flatten(0, 2) for column in zip(*columns, strict=True)]
 
     def _follow(self, before: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy K and V of earlier drafts to the branches that continue them.
@@ -178,8 +178,7 @@ class DraftLoop:
 
 
 class TreeKernels(Protocol):
-    """What a plugin offers as the shared kernel `draft_trees`. Nothing synchronises, so that graphs
-    can hold it."""
+    """A plugin's shared kernel `draft_trees`. Nothing synchronises, so that graphs can hold it."""
 
     def build(
         self,
@@ -215,7 +214,7 @@ def drafted_tree(
     """The trees of the best candidates, as `DraftTree.best_of` makes them.
 
     roots: [B] int64 on the host. found: [B, n] on the draft model's device, which this waits for.
-    kernels: of that device. The tree is on the host, but for the `visible` that a kernel made.
+    kernels: of that device. The tree is on the host, except a `visible` that a kernel made.
     """
     if topk == 1:
         # A draft is at most as likely as the one before it
@@ -224,7 +223,7 @@ def drafted_tree(
     if kernels is None:
         # A float64 holds every float32, and every id
         columns = (found.scores, found.tokens, found.parents)
-        scores, tokens, parents = torch.stack([each.double() for each in columns]).cpu()
+        scores, tokens, parents = torch.stack([column.double() for column in columns]).cpu()
         return DraftTree.best_of(
             roots, scores.float(), tokens.long(), parents.long(), draft_token_num, topk=topk
         )

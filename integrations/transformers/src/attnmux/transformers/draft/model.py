@@ -26,7 +26,7 @@ from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState, Step
 
 CATCH_UP_TOKENS = 8192
-"""The most tokens of a step in which the draft model reads what it has not read yet."""
+"""The most tokens of a step in which the draft model reads new tokens."""
 
 
 class DraftRunner(StepRunner, DraftModel, Protocol):
@@ -37,7 +37,8 @@ class DraftRunner(StepRunner, DraftModel, Protocol):
         """The graphs of DRAFT_EXTEND steps; None if these run eagerly, as EXTEND."""
 
     def features_of(self, states: torch.Tensor) -> torch.Tensor:
-        """What an EAGLE head joins to tokens, of the target's hidden states [n, width]."""
+        """Features that an EAGLE head joins to tokens, from the target's hidden states [n,
+        width]."""
 
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
@@ -98,7 +99,7 @@ class ModelProposer:
         self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
         self._kernels = runner.tree_kernels if topk > 1 else None
         self._read: dict[SequenceState, SequenceState] = {}
-        """What the draft model has read of each request."""
+        """The tokens of each request that the draft model has read."""
         self._target = target
         self._rows: dict[SequenceState, int | None] = {}
         """The target's row of each request that reads, in this round."""
@@ -111,7 +112,7 @@ class ModelProposer:
     def capture_graphs(
         self, *, batch_sizes: Sequence[int] | None = None, devices: DeviceGraphs | None = None
     ) -> None:
-        """Capture the draft model's rounds: one graph reads what was accepted, and another holds
+        """Capture the draft model's rounds: one graph reads the accepted tokens, and another holds
         all steps after it. Later rounds replay them.
 
         batch_sizes: of requests; None takes the usual ones. devices: None takes those of the
@@ -133,11 +134,11 @@ class ModelProposer:
             return None
         num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
-            found = self._draft(states, num_steps)
+            candidates = self._draft(states, num_steps)
             return drafted_tree(
                 torch.tensor([state.token_ids[-1] for state in states]),
-                found,
-                min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1),
+                candidates,
+                min(num_tokens, self.draft_token_num, candidates.tokens.shape[1] + 1),
                 topk=self.topk,
                 kernels=self._kernels,
             )
@@ -151,7 +152,7 @@ class ModelProposer:
         """None: only the draft model can say what it would have guessed."""
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
-        """Free what the draft model holds for all other requests."""
+        """Free the draft model's memory of all other requests."""
         gone = self._read.keys() - set(states)
         self._runner.steps.release([self._read[state] for state in gone])
         for state in gone:
@@ -164,11 +165,11 @@ class ModelProposer:
         self.keep_only(states)
         read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
         skipped = 0 if self._target is None else 1
-        for each, state in zip(read, states, strict=True):
-            each.token_ids += state.token_ids[skipped + len(each.token_ids) :]
-        self._rows = {each: state.row for each, state in zip(read, states, strict=True)}
+        for own_state, state in zip(read, states, strict=True):
+            own_state.token_ids += state.token_ids[skipped + len(own_state.token_ids) :]
+        self._rows = {own_state: state.row for own_state, state in zip(read, states, strict=True)}
         first = zip(*self._catch_up(read), strict=True)
-        scores, tokens = (torch.cat(each) for each in first)
+        scores, tokens = (torch.cat(tensors) for tensors in first)
         if self._loop is not None:
             return self._loop.run(read, scores, tokens, num_steps - 1)
         return DraftCandidates(scores=scores, tokens=tokens, parents=torch.full_like(tokens, -1))
@@ -182,7 +183,7 @@ class ModelProposer:
         for state in read:
             while state.num_pending > most:
                 self._extend([state], [most])
-            if group and sum(each.num_pending for each in [*group, state]) > most:
+            if group and sum(member.num_pending for member in [*group, state]) > most:
                 yield self._extend(group)
                 group = []
             group.append(state)
@@ -204,7 +205,7 @@ class ModelProposer:
         return likeliest(logits, self.topk, token_ids=self._runner.token_ids)
 
     def _features(self, states: Sequence[SequenceState], counts: Sequence[int]) -> torch.Tensor:
-        """[T, width]: what the last tokens of each request join, of the target's states."""
+        """[T, width]: the target's states that the last tokens of each request join."""
         assert self._target is not None
         assert self._target.hidden is not None
         table, nums = self._target.req_to_token_pool.req_to_token, np.array(counts)
@@ -259,13 +260,13 @@ def _check_states(runner: DraftRunner, target: StepBuilder) -> None:
 
 def can_reread(states: Sequence[SequenceState], num_tokens: int) -> bool:
     """Whether `reread` serves the requests."""
-    return all(each.num_pending <= num_tokens <= len(each.token_ids) for each in states)
+    return all(state.num_pending <= num_tokens <= len(state.token_ids) for state in states)
 
 
 def reread(states: Sequence[SequenceState], steps: StepBuilder, num_tokens: int) -> Step:
     """A DRAFT_EXTEND step over the last d tokens of each request, which include all pending ones.
 
-    Graphs hold steps with as many tokens for every request. Where fewer are pending, the tokens
+    Graphs hold steps with as many tokens for every request. If fewer are pending, the tokens
     before them run again, and write the same K and V to their slots: unlike padding, they have
     slots and keys.
     num_tokens: d. The requests own all of their slots. Raises as `StepBuilder.extend` does.

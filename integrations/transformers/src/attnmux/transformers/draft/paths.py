@@ -58,7 +58,7 @@ class DraftPaths:
         """
         batch_size, topk = self.tokens.shape
         found = likeliest(logits, topk, token_ids=token_ids)
-        scores, tokens = (each.view(batch_size, topk, topk) for each in found)
+        scores, tokens = (tensor.view(batch_size, topk, topk) for tensor in found)
         scores = scores + self.scores.unsqueeze(2)
         parents = self.numbers.unsqueeze(2).expand_as(tokens)
         best, places = scores.flatten(1).topk(topk, dim=1)

@@ -19,7 +19,8 @@ from attnmux.core import (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _StepTensors:
-    """What differs between the steps, [steps, R] each, so that a step's values are contiguous."""
+    """Tensors that differ between the steps, [steps, R] each, so that a step's values are
+    contiguous."""
 
     lens: torch.Tensor
     """int32"""
@@ -79,12 +80,12 @@ class MultiStepDraftBackend(DispatchingBackend):
         Raises InvalidInput for fewer steps than 1, and for a backend of another context.
         """
         InvalidInput.check_at_least(1, "num_steps", num_steps)
-        made = (make(context) for _ in range(num_steps))
-        self.children = tuple(each.select(ForwardMode.DECODE) for each in made)
+        backends = (make(context) for _ in range(num_steps))
+        self.children = tuple(step.select(ForwardMode.DECODE) for step in backends)
         super().__init__(context, self.children)
         for child in self.children:
-            own = child.context
-            pools = own.req_to_token_pool, own.token_to_kv_pool
+            child_context = child.context
+            pools = child_context.req_to_token_pool, child_context.token_to_kv_pool
             if pools != (context.req_to_token_pool, context.token_to_kv_pool):
                 expected = "a backend of the given context"
                 raise InvalidInput("make", got="a backend of another context", expected=expected)
@@ -107,9 +108,9 @@ class MultiStepDraftBackend(DispatchingBackend):
         for child in self.children:
             child.init_cuda_graph_state(max_bs, max_bs)
         num_steps = len(self.children)
-        if not any(each.fits(num_steps, max_bs) for each in self._buffers):
-            made = _StepTensors.buffers(num_steps, max_bs, self.context.device)
-            self._buffers.append(made)
+        if not any(buffer.fits(num_steps, max_bs) for buffer in self._buffers):
+            buffers = _StepTensors.buffers(num_steps, max_bs, self.context.device)
+            self._buffers.append(buffers)
 
     def parts(
         self, batch: ForwardBatch, *, eager: bool
@@ -129,7 +130,7 @@ class MultiStepDraftBackend(DispatchingBackend):
             expected = f"as many for each, from 1 to {len(self.children)}"
             raise InvalidInput("out_cache_loc", got=got, expected=expected)
         values = _StepTensors.of(batch, num_steps)
-        room = next((each for each in self._buffers if each.fits(num_steps, num_rows)), None)
+        room = next((buffer for buffer in self._buffers if buffer.fits(num_steps, num_rows)), None)
         values = values if room is None else room.copy(values)
         lens_cpu, total = batch.seq_lens_cpu, batch.seq_lens_sum
         return tuple(

@@ -1,4 +1,5 @@
-"""What steps that verify drafts of the same requests share: rows, places, cells of the table."""
+"""Tensors that steps share while they verify drafts of the same requests: rows, places, cells of
+the table."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class VerifyRows:
         """[B] int64, the rows; and [B * d] int64, the places of all nodes."""
         self.counts_cpu = torch.full((num,), width, dtype=torch.int32)
         self.chains = SpecInput(draft_token_num=width, topk=1)
-        """`ForwardBatch.spec_info` where the trees are chains."""
+        """`ForwardBatch.spec_info` if the trees are chains."""
         self.counts = self.counts_cpu.to(device)
         """[B] int32: d of each request."""
         sizes = [total] * 3 + [(num + 1) // 2]
@@ -60,10 +61,10 @@ class VerifyRows:
         columns = np.minimum(firsts[:, None] + np.arange(num), held[:, None] - 1)
         cells = torch.from_numpy(self._first_cells[:, None] + columns).to(self._table.device)
         # Pinned memory on the host, which the copy does not wait for
-        found = self._table.index_select(0, cells.view(-1)).to("cpu", non_blocking=not wait)
-        self._held = found.numpy()
+        slots = self._table.index_select(0, cells.view(-1)).to("cpu", non_blocking=not wait)
+        self._held = slots.numpy()
         self._starts = np.arange(len(firsts)) * num - firsts
-        """What a request's place adds to get an index of `_held`."""
+        """Added to a request's place, it gives an index of `_held`."""
 
     def serve(self, states: Sequence[SequenceState], width: int) -> bool:
         """Whether these are the requests, their rows and their d."""
@@ -89,7 +90,7 @@ class VerifyRows:
 
 
 def _pinned(size: int, device: torch.device) -> torch.Tensor:
-    """[size] int64 on the host, pinned where the device can copy such memory."""
+    """[size] int64 on the host, pinned if the device can copy such memory."""
     try:
         return torch.empty(size, dtype=torch.int64, pin_memory=device.type != "cpu")
     except RuntimeError:

@@ -18,7 +18,8 @@ class VerifyStep:
     """One TARGET_VERIFY step of B requests with n draft tokens each, until its `commit`.
 
     Node i of a request's tree gets the i-th column after its cached tokens. The requests keep the
-    slots of these columns, whatever is accepted: those of rejected nodes serve the next step.
+    slots of these columns, whichever tokens are accepted: those of rejected nodes serve the next
+    step.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class VerifyStep:
         rows: VerifyRows | None = None,
     ) -> None:
         """states: each has a row, one pending token, which is the root of its tree, and room for n
-        tokens in its context. tree: on the host. graphs: where they can run the step, it has as
-        many nodes d for each request as they have. Those after the n are padding, whose K and V go
-        to slot 0; every context has room for them too. ahead: tokens for which requests get slots
-        besides, where they get any and as far as free ones go: later steps then take none. rows:
-        of the last step, which serve this one if it has the same requests. That step is over.
+        tokens in its context. tree: on the host. graphs: if they can run the step, it has as many
+        nodes d for each request as they have. Those after the n are padding, whose K and V go to
+        slot 0; every context has room for them too. ahead: tokens for which requests get further
+        slots, if they get any and as far as free ones go: later steps then take none. rows: of the
+        last step, which serve this one if it has the same requests. That step is over.
         Raises PoolExhausted, changing nothing, without enough slots, and InvalidInput for other
         requests.
         """

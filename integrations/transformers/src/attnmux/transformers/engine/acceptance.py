@@ -17,7 +17,7 @@ Choose = Callable[[DraftTree, torch.Tensor, torch.Tensor, AcceptThresholds], Acc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the target model says about the drafts of B requests."""
+    """The target model's answer to the drafts of B requests."""
 
     paths: Sequence[Sequence[int]]
     """The accepted nodes of each request, from the root on."""
@@ -35,8 +35,8 @@ END = -2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTrees:
-    """Trees as lists, made while the device runs the step: what is left to do after it is to
-    compare tokens."""
+    """Trees as lists, made while the device runs the step: only the comparison of tokens is left
+    after it."""
 
     tokens: list[list[int]]
     """Without padding. A chain's drafts without the root, and `END` after them."""
@@ -50,11 +50,11 @@ class HostTrees:
             tokens = tree.draft_tokens[:, : tree.num_nodes].tolist()
             return cls(tokens=tokens, parents=tree.parents.tolist())
         drafts: list[list[int]] = tree.draft_tokens[:, 1 : tree.num_nodes].tolist()
-        return cls(tokens=[[*each, END] for each in drafts], parents=None)
+        return cls(tokens=[[*draft, END] for draft in drafts], parents=None)
 
     def accepted(self, predict: Sequence[list[int]]) -> tuple[list[Sequence[int]], list[list[int]]]:
-        """What `verify_tree_greedy` accepts, in a fraction of its time: the nodes of each request's
-        path, and the target's token after each of them.
+        """The result of `verify_tree_greedy`, in a fraction of its time: the nodes of each
+        request's path, and the target's token after each of them.
 
         predict: the target's token after each of the d nodes.
         """
@@ -87,12 +87,12 @@ def followed_paths(trees: HostTrees, sampled: torch.Tensor, laps: Laps) -> Answe
 
     sampled: [B * d] int64.
     """
-    said: list[int] = sampled.tolist()
-    num = len(said) // len(trees.tokens)
-    predicted = [said[place : place + num] for place in range(0, len(said), num)]
+    sampled_ids: list[int] = sampled.tolist()
+    num = len(sampled_ids) // len(trees.tokens)
+    predicted = [sampled_ids[place : place + num] for place in range(0, len(sampled_ids), num)]
     laps.lap("wait")
     paths, tokens = trees.accepted(predicted)
-    unsound = NOT_A_NUMBER in said
+    unsound = NOT_A_NUMBER in sampled_ids
     return Answer(paths=paths, tokens=tokens, predicted=predicted, has_unsound=unsound)
 
 
@@ -107,15 +107,15 @@ def sampled_paths(
     """Draw the nodes of each request's path, and the token after them. Waits for the device.
 
     tree: as proposers return it. logits: [B * d, vocabulary], after each node. draws: of each node;
-    a node's number decides about its children, and draws the token after it where none is accepted.
+    a node's number decides about its children, and draws the token after it if none is accepted.
     choose: `sample_tree_target_only`, or a kernel.
     """
 
     def moved(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values.to(logits.device, non_blocking=True)
 
-    coins = torch.tensor([each.draw() for each in draws], dtype=torch.float64)
-    found = choose(
+    coins = torch.tensor([draw.draw() for draw in draws], dtype=torch.float64)
+    choice = choose(
         replace(
             tree,
             draft_tokens=tree.draft_tokens.to(logits.device, non_blocking=True),
@@ -126,10 +126,10 @@ def sampled_paths(
         coins.view_as(tree.draft_tokens).to(logits.device, non_blocking=True),
         thresholds,
     )
-    nodes, tokens = torch.stack([found.accept_index, found.predict]).cpu().tolist()
+    nodes, tokens = torch.stack([choice.accept_index, choice.predict]).cpu().tolist()
     laps.lap("wait")
     counts = [sum(node >= 0 for node in path) for path in nodes]
     paths = [path[:count] for path, count in zip(nodes, counts, strict=True)]
-    answers = [said[:count] for said, count in zip(tokens, counts, strict=True)]
-    unsound = any(NOT_A_NUMBER in said for said in answers)
+    answers = [row[:count] for row, count in zip(tokens, counts, strict=True)]
+    unsound = any(NOT_A_NUMBER in answer for answer in answers)
     return Answer(paths=paths, tokens=answers, predicted=answers, has_unsound=unsound)

@@ -13,7 +13,7 @@ from attnmux.transformers.run.stats import EngineStats, Laps
 
 
 class Accounts:
-    """What must agree between two steps, whatever an exception interrupts."""
+    """Records that must agree between two steps, whatever an exception interrupts."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Accounts:
             self._restart()
         elif self.has_ended and self.ahead is None:
             self.intact = False
-            self._cache.release([one for one in self.live.values() if one.ended])
+            self._cache.release([request for request in self.live.values() if request.ended])
             scheduler.drop_ended()
             self._forget_ended()
             self.intact = True
@@ -105,7 +105,7 @@ class Accounts:
             self._speculation.forget()
 
     def _forget_ended(self) -> None:
-        self.live = {one.id: one for one in self.live.values() if not one.ended}
+        self.live = {request.id: request for request in self.live.values() if not request.ended}
         if self._speculation is not None:
             self._speculation.keep_only(self.live.values())
         self.has_ended = False

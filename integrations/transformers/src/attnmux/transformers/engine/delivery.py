@@ -1,4 +1,4 @@
-"""The tokens of a step on their way to its requests, some of which end with them."""
+"""The tokens of a step on their way to its requests. Some requests end with them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Delivery:
     def __init__(self, plan: Plan, outputs: OutputQueue, stats: EngineStats) -> None:
         self._plan, self._outputs, self._stats = plan, outputs, stats
         requests = plan.sampled
-        self._takers = [(one, one.state.token_ids) for one in requests]
-        self._least_left = min([one.num_remaining for one in requests], default=0)
-        self._stop_ids = frozenset[int]().union(*{one.stop_ids for one in requests})
-        self._listens = any([one.on_text is not None for one in requests])
-        self._draws = any([one.sampler.draws_by is not None for one in requests])
+        self._takers = [(request, request.state.token_ids) for request in requests]
+        self._least_left = min([request.num_remaining for request in requests], default=0)
+        self._stop_ids = frozenset[int]().union(*{request.stop_ids for request in requests})
+        self._listens = any([request.on_text is not None for request in requests])
+        self._draws = any([request.sampler.draws_by is not None for request in requests])
         self.is_whole = False
         """Whether every request took all of its tokens."""
         self.has_ended = False
@@ -38,12 +38,12 @@ class Delivery:
         tokens: of each of `plan.requests`; those after a request's last one are dropped. any_ended:
         whether some of the requests may have ended before.
         """
-        said, takers = list(chain.from_iterable(tokens)), self._takers
+        all_tokens, takers = list(chain.from_iterable(tokens)), self._takers
         self.is_whole = (
             not any_ended
             and max(map(len, tokens)) < self._least_left
-            and NOT_A_NUMBER not in said
-            and self._stop_ids.isdisjoint(said)
+            and NOT_A_NUMBER not in all_tokens
+            and self._stop_ids.isdisjoint(all_tokens)
         )
         if not self.is_whole:
             return self._give_each(tokens)
@@ -52,7 +52,7 @@ class Delivery:
             for (request, _), new in zip(takers, tokens, strict=False):
                 for _ in new:
                     _draw(request)
-        return len(said) - (len(tokens) - len(takers))
+        return len(all_tokens) - (len(tokens) - len(takers))
 
     def _give_each(self, tokens: Sequence[list[int]]) -> int:
         num_sampled, num_new = len(self._plan.sampled), 0

@@ -74,9 +74,9 @@ class Engine:
         max_running: the most requests in memory; None means one for each row of the runner.
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
         prefix_cache: keep K and V for later prompts that begin with the same tokens. A prefix of a
-        model with linear layers counts as cached where its states were kept, see
-        `RunnerOptions.kept_states`. A deterministic runner keeps none, since what others left would
-        cut a prompt elsewhere.
+        model with linear layers counts as cached if its states were kept, see
+        `RunnerOptions.kept_states`. A deterministic runner keeps none, since other requests' states
+        would cut a prompt elsewhere.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         accept: which drafts of sampled requests are accepted; None keeps their texts.
         draft_always: draft in every step that decodes. Otherwise steps draft while this pays, by
@@ -84,7 +84,7 @@ class Engine:
         and thresholds, draft in every step.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
         are never launched ahead.
-        Raises InvalidInput for drafts where the model has an encoder, or where ranks have requests
+        Raises InvalidInput for drafts if the model has an encoder, or if ranks have requests
         of their own.
         """
         self.runner = runner
@@ -112,7 +112,7 @@ class Engine:
             expected = "none: steps that verify have other sums than those that decode"
             raise InvalidInput("drafts", got="some, of a deterministic runner", expected=expected)
         if drafts is not None and runner.ranks.requests.num_parts > 1:
-            expected = "none where ranks have requests of their own"
+            expected = "none if ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
             self._speculation = Speculation(

@@ -46,7 +46,7 @@ class StepRunner(Protocol):
 
     @property
     def tree_kernels(self) -> TreeKernels | None:
-        """What the device offers for draft trees; None leaves them to plain operations."""
+        """The device's kernels for draft trees; None leaves them to plain operations."""
 
     def check_drafts(self, topk: int) -> None:
         """Raise InvalidInput unless steps verify drafts of up to `topk` branches."""
@@ -126,7 +126,7 @@ class Execution:
             laps.lap("allocate")
             logits = self._runner.forward(step, step.last_indices, laps)
             tokens = sample(logits, _draws(plan, int(ahead)))
-            wanted = Logprobs.wanted([one.sampler for one in plan.sampled], logits, tokens)
+            wanted = Logprobs.wanted([request.sampler for request in plan.sampled], logits, tokens)
             self._last = launched = Launched(plan, tokens, self._runner.ranks.steps, wanted)
         laps.lap("sample")
         return launched

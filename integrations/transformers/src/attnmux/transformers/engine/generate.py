@@ -90,32 +90,32 @@ def run_prompts(
 ) -> Generation:
     """Continue the prompts on an engine that has nothing else to do.
 
-    Several ranks call it with the same prompts, and each gets all results. Where ranks have
+    Several ranks call it with the same prompts, and each gets all results. If ranks have
     requests of their own, a rank runs its part of the prompts, and `on_text` gets the texts of the
     others when all are complete.
 
     However the call ends, none of its requests is left in the engine. The engine's stats are
     counted from zero.
     Raises InvalidInput and PoolExhausted for prompts that can never run, before any of them does;
-    AttnmuxError where the model's logits are not numbers; RanksDiffer and RankFailed on several
+    AttnmuxError if the model's logits are not numbers; RanksDiffer and RankFailed on several
     ranks.
     """
     _check_prompts(engine, prompts)
     ranks = engine.runner.ranks
     ranks.requests.check_prompts(lambda: [prompt.token_ids for prompt in prompts])
-    own = ranks.requests.deal(range(len(prompts)))[ranks.requests.part]
-    results = _run(engine, {index: prompts[index] for index in own}, on_text)
+    indices = ranks.requests.deal(range(len(prompts)))[ranks.requests.part]
+    results = _run(engine, {index: prompts[index] for index in indices}, on_text)
     while engine.idle():
         pass
-    said = ranks.requests.gather((results, engine.stats))
-    everyones = {index: result for each, _ in said for index, result in each.items()}
+    parts = ranks.requests.gather((results, engine.stats))
+    everyones = {index: result for results_of, _ in parts for index, result in results_of.items()}
     if on_text is not None:
         for index, result in sorted(everyones.items()):
-            if index not in own:
+            if index not in indices:
                 on_text(index, result.text or "", True)
     stats = EngineStats()
-    for _, each in said:
-        stats.add(each)
+    for _, results_of in parts:
+        stats.add(results_of)
     ordered = tuple(everyones[index] for index in range(len(prompts)))
     return Generation(results=ordered, timings=Timings.of(stats), stats=stats)
 

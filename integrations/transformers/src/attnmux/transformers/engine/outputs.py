@@ -35,7 +35,9 @@ class OutputQueue:
     @property
     def request_ids(self) -> set[int]:
         """The requests with tokens here."""
-        return {one.request.id for one in self._waiting} | {one.request_id for one in self._told}
+        return {waiting.request.id for waiting in self._waiting} | {
+            output.request_id for output in self._told
+        }
 
     def add(self, request: LiveRequest, token: int, reason: FinishReason | None) -> None:
         """Give a request its new token, and note it; NOT_A_NUMBER is only noted.
@@ -63,26 +65,32 @@ class OutputQueue:
         for (_, ids), new in pairs:
             ids += new
         if listens or self._waiting:
-            self._waiting += [_Entry(one, token, False) for (one, _), new in pairs for token in new]
+            self._waiting += [
+                _Entry(request, token, False) for (request, _), new in pairs for token in new
+            ]
         else:
-            told = [TokenOutput(one.id, token, None) for (one, _), new in pairs for token in new]
-            self._told += told
+            outputs = [
+                TokenOutput(request.id, token, None) for (request, _), new in pairs for token in new
+            ]
+            self._told += outputs
 
     def add_aborted(self, request: LiveRequest) -> None:
-        """Report what a request had when it was aborted. Its listener hears nothing."""
+        """Report an aborted request with its tokens so far. Its listener hears nothing."""
         self._told.append(TokenOutput(request.id, NOT_A_NUMBER, request.result()))
 
     def ends(self, request: LiveRequest) -> bool:
         """Whether the request's last token is here."""
-        return any(one.is_last and one.request is request for one in self._waiting) or any(
-            one.result is not None and one.request_id == request.id for one in self._told
+        return any(
+            waiting.is_last and waiting.request is request for waiting in self._waiting
+        ) or any(
+            output.result is not None and output.request_id == request.id for output in self._told
         )
 
     def forget(self, request: LiveRequest) -> None:
         """Report nothing more about a request."""
-        waiting = deque(one for one in self._waiting if one.request is not request)
-        told = [one for one in self._told if one.request_id != request.id]
-        self._waiting, self._told = waiting, told
+        waiting = deque(entry for entry in self._waiting if entry.request is not request)
+        outputs = [output for output in self._told if output.request_id != request.id]
+        self._waiting, self._told = waiting, outputs
 
     def tell(self) -> None:
         """Call the listeners."""
@@ -106,6 +114,6 @@ class OutputQueue:
 
     def hand_over(self) -> list[TokenOutput]:
         """The outputs, which leave the queue."""
-        told = self._told[:]
+        outputs = self._told[:]
         # One line, so that an interrupt loses none of them
-        return self._told.clear() or told  # type: ignore[func-returns-value,redundant-expr]
+        return self._told.clear() or outputs  # type: ignore[func-returns-value,redundant-expr]

@@ -126,12 +126,12 @@ class PrefixCache:
     def release(self, requests: Sequence[LiveRequest]) -> None:
         """Free the rows and slots of requests, and keep for others the whole pages of those that
         are sound. Requests that hold nothing are skipped."""
-        held = [one for one in requests if one.node is not None]
+        held = [owner for owner in requests if owner.node is not None]
         for request in held:
             if request.is_sound:
                 self.store(request)
         for is_sound in (True, False):
-            states = [one.state for one in held if one.is_sound == is_sound]
+            states = [released.state for released in held if released.is_sound == is_sound]
             self.steps.release(states, zero=not is_sound)
         for request in held:
             assert request.node is not None

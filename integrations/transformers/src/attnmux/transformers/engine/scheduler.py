@@ -73,9 +73,9 @@ class Scheduler:
 
     def drop_ended(self) -> None:
         """Forget the requests that have ended. Others may be admitted again."""
-        self.waiting = [one for one in self.waiting if not one.ended]
-        self.prefilling = [one for one in self.prefilling if not one.ended]
-        self.decoding = [one for one in self.decoding if not one.ended]
+        self.waiting = [request for request in self.waiting if not request.ended]
+        self.prefilling = [request for request in self.prefilling if not request.ended]
+        self.decoding = [request for request in self.decoding if not request.ended]
         self._closed = False
 
     def restart(self, requests: Iterable[LiveRequest]) -> None:
@@ -104,7 +104,7 @@ class Scheduler:
             self._ran_prompts = not self._ran_prompts
             chunks, decoding = (chunks, []) if self._ran_prompts else ([], decoding)
         chunks.sort(key=lambda chunk: chunk[1] < chunk[0].state.num_pending)
-        through = [one for one, count in chunks if count == one.state.num_pending]
+        through = [request for request, count in chunks if count == request.state.num_pending]
         return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
 
     def repeats(self, plan: Plan) -> bool:
@@ -112,7 +112,7 @@ class Scheduler:
         their tokens are. They then have room for it."""
         if plan.chunks or self.prefilling or (self.waiting and self._admits):
             return False
-        if any(one.ended or one.num_remaining < 2 for one in plan.decoding):
+        if any(request.ended or request.num_remaining < 2 for request in plan.decoding):
             return False
         self._cache.slide(plan.decoding)
         return len(plan.decoding) * self._page_size <= self._cache.allocator.available_size()
@@ -139,12 +139,12 @@ class Scheduler:
         no window pool."""
         if not self._cache.window_need:
             return sys.maxsize
-        used = sum(one.state.num_columns % self._page_size == 0 for one in self.decoding)
-        used += sum(self._new_pages(one, count) for one, count in chunks)
+        used = sum(request.state.num_columns % self._page_size == 0 for request in self.decoding)
+        used += sum(self._new_pages(running, count) for running, count in chunks)
         return self._cache.window_obtainable // self._page_size - used
 
     def _next_tokens(self, request: LiveRequest, room: int, pages: int) -> int:
-        """Its pending tokens up to `room` that open at most so many pages. 0 where the next of them
+        """Its pending tokens up to `room` that open at most so many pages. 0 if the next of them
         see each other, and are more."""
         state = request.state
         if self._deterministic:
@@ -164,11 +164,13 @@ class Scheduler:
     def _make_room(self, chunks: list[tuple[LiveRequest, int]]) -> bool:
         """Evict as much as the step needs. Returns whether that was enough."""
         page_size, free = self._page_size, self._cache.allocator.available_size
-        need = sum(self._new_pages(one, count) for one, count in chunks) * page_size
+        need = sum(self._new_pages(running, count) for running, count in chunks) * page_size
         if need + len(self.decoding) * page_size <= free():
             return True
         self._cache.give_back(self.decoding)
-        need += page_size * sum(one.state.num_columns % page_size == 0 for one in self.decoding)
+        need += page_size * sum(
+            request.state.num_columns % page_size == 0 for request in self.decoding
+        )
         self.stats.evicted_tokens += self._cache.make_room(need)
         return need <= free()
 
@@ -245,10 +247,10 @@ class Scheduler:
         """Whether memory suffices for its whole prompt and the needs of the running requests."""
         need = self._new_pages(request, request.state.num_pending)
         need -= match.slots.shape[0] // self._page_size
-        for one in self.prefilling:
-            need += self._new_pages(one, one.state.num_pending)
-        for one in self.prefilling + self.decoding:
-            need += self._pages(0, min(one.num_remaining, self._growth))
+        for other in self.prefilling:
+            need += self._new_pages(other, other.state.num_pending)
+        for other in self.prefilling + self.decoding:
+            need += self._pages(0, min(other.num_remaining, self._growth))
         if self._deterministic:
             need += self._pages(0, request.num_remaining)
         return need * self._page_size <= self._cache.full_obtainable and self._window_fits(
@@ -262,16 +264,16 @@ class Scheduler:
         return sys.maxsize if self._deterministic else GROWTH
 
     def _window_fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
-        """`_fits` for the window pool, of which no request needs more than its windows."""
+        """`_fits` for the window pool. A request needs no more of it than its windows."""
         most = self._cache.window_need // self._page_size
         if not most:
             return True
         pending = self._new_pages(request, request.state.num_pending)
         need = min(pending - match.slots.shape[0] // self._page_size, most)
-        for one in self.prefilling:
-            need += min(self._new_pages(one, one.state.num_pending), most)
-        for one in self.prefilling + self.decoding:
-            need += min(self._pages(0, min(one.num_remaining, GROWTH)), most)
+        for other in self.prefilling:
+            need += min(self._new_pages(other, other.state.num_pending), most)
+        for other in self.prefilling + self.decoding:
+            need += min(self._pages(0, min(other.num_remaining, GROWTH)), most)
         return need * self._page_size <= self._cache.window_obtainable
 
     def _let_in(self, request: LiveRequest, match: PrefixMatch) -> None:

@@ -22,10 +22,11 @@ from attnmux.transformers.requests.sampling import Draws, Upcoming, sample
 from attnmux.transformers.run.stats import EngineStats, Laps
 
 LOOKAHEAD = 32
-"""Tokens for which requests get slots besides those of their drafts: most steps then take none."""
+"""Tokens for which requests get slots in addition to those of their drafts: most steps then take
+none."""
 
 PLENTY = 4
-"""Prefixes are evicted for slots taken ahead where those are at most this part of what is left."""
+"""Prefixes are evicted for slots taken ahead if those are at most this part of the rest."""
 
 
 class Speculation:
@@ -113,7 +114,7 @@ class Speculation:
         with torch.inference_mode(False):
             runner = self._runner
             step = VerifyStep(
-                [one.state for one in requests],
+                [request.state for request in requests],
                 tree,
                 self._cache.steps,
                 runner.verify_graphs,
@@ -158,7 +159,7 @@ class Speculation:
         self._running = self._rows = None
 
     def keep_only(self, requests: Iterable[LiveRequest]) -> None:
-        """Free what drafting holds for requests that have ended."""
+        """Free the drafting memory of requests that have ended."""
         self._rows = None
         self._proposer.keep_only([request.state for request in requests])
 

@@ -49,7 +49,7 @@ logging and torch's default dtype for every thread."""
 
 
 GGUF_LIBRARIES = ("gguf", "accelerate")
-"""What transformers imports to load a GGUF file."""
+"""Packages that transformers imports to load a GGUF file."""
 
 ADAPTER = "adapter_config.json"
 """With peft installed, transformers loads the adapter's base model instead of the folder's."""
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def place(self) -> Mapping[str, Any]:
-        """What tells transformers where in `source` the model is."""
+        """Arguments that tell transformers where in `source` the model is."""
         return {"revision": self.revision} if self.gguf is None else {"gguf_file": self.gguf}
 
     @property
@@ -98,7 +98,7 @@ class Checkpoint:
     def max_encoder_len(self) -> int | None:
         """Encoder tokens that an encoder-decoder model allows; None if its config does not say.
 
-        Where the encoder hears, `max_position_embeddings` are the text's alone.
+        If the encoder hears, `max_position_embeddings` are the text's alone.
         """
         of_both = () if self.reads_sound else ("max_position_embeddings",)
         for name in ("max_source_positions", *of_both):
@@ -159,7 +159,7 @@ def open_checkpoint(
 
     `source` is a folder, a GGUF file, or the id of a model on the Hugging Face hub; `revision` is a
     branch, a tag or a commit there.
-    Raises InvalidInput where there is no usable config.json, where the model is of a class that
+    Raises InvalidInput if there is no usable config.json, if the model is of a class that
     cannot be served or is quantised by a method that transformers does not know, or for the
     revision of a folder.
     """
@@ -226,7 +226,7 @@ def read_config(
 
 
 def at_home(path: str | Path) -> Path:
-    """The path, with its ~ as the home of a user; as it is where there is no such user."""
+    """The path, with its ~ as the home of a user; as it is if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -275,7 +275,7 @@ def _check_folder(path: Path) -> None:
         raise InvalidInput("model", got=got, expected=CHECKPOINT)
     has_config, has_adapter = ((path / name).is_file() for name in ("config.json", ADAPTER))
     if has_adapter:
-        what = "beside a full model" if has_config else "and no model"
+        what = "next to a full model" if has_config else "and no model"
         expected = (
             "a model alone: merge the adapter into its base (peft's merge_and_unload, then "
             f"save_pretrained), or move {ADAPTER} and the adapter's weights to another folder, if "
@@ -288,7 +288,7 @@ def _check_folder(path: Path) -> None:
 
 @contextmanager
 def explained(source: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise for a bad checkpoint into InvalidInput."""
+    """Turn errors of transformers and the hub for a bad checkpoint into InvalidInput."""
     try:
         yield
     except AttnmuxError:

@@ -33,7 +33,7 @@ def longest_len(config: PreTrainedConfig) -> int | None:
     """The longest context that is served, by `with_long_factors` if it has to be; None for no
     limit.
 
-    Doge hides keys where there are more than its `keep_window_size`.
+    Doge hides keys if there are more than its `keep_window_size`.
     """
     text = config.get_text_config(decoder=True)
     limits = [_switch(text, rope) for rope in _ropes(text) if rope.get("rope_type") == "dynamic"]
@@ -62,8 +62,8 @@ def with_long_factors(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _switch(text: PreTrainedConfig, rope: Mapping[str, Any]) -> int:
     stated = rope.get("original_max_position_embeddings")
-    own = getattr(text, "original_max_position_embeddings", None)
-    return int(stated or own or text.max_position_embeddings)
+    original = getattr(text, "original_max_position_embeddings", None)
+    return int(stated or original or text.max_position_embeddings)
 
 
 def _ropes(text: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The decision for a model: its request with what the user asks for, solved."""
+"""The decision for a model: its request with the user's options, solved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decide_first(
     """The decision for the first of the requests that is served by more than a last resort, else
     for the first that is served.
 
-    Raises what `decide` raises for the first of them where none is.
+    Raises what `decide` raises for the first of them if none is.
     """
     last_resorts: list[Decision] = []
     refusals: list[NoBackend] = []
@@ -53,14 +53,14 @@ def decide_first(
 def decide(
     request: Request, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
 ) -> Decision:
-    """Solve for a request with what the options insist on, and with what was measured."""
-    asked = {
+    """Solve a request with the options' constraints and this machine's measurements."""
+    wanted = {
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,
         "graph": options.graph or None,
         "deterministic": options.deterministic or None,
     }
-    for name, value in asked.items():
+    for name, value in wanted.items():
         if value is not None:
             request = request.replace(origin="user", **{name: value})
     if options.sparse is not None or options.sparse_budget is not None:
@@ -87,7 +87,7 @@ def decide(
 
 
 def _with_drafts(request: Request, options: RunnerOptions) -> Request:
-    """The request, with what drafts ask. Raises InvalidInput for who verifies without any."""
+    """The request, with the needs of drafts. Raises InvalidInput for who verifies without any."""
     if options.draft_tokens is not None:
         request = request.replace(
             origin="user",

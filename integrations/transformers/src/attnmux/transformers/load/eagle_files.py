@@ -1,10 +1,10 @@
-"""The files of EAGLE heads, as their authors and SGLang name what is in them.
+"""The files of EAGLE heads, with the names that their authors and SGLang use.
 
 EAGLE 1 and 2: `fc.weight` [width, 2 * width], perhaps `fc.bias`, and `layers.0.*` as in a Llama
 without norms at its ends. EAGLE 3: `fc.weight` [width, layers * the target's width]; `midlayer.*`
 as in a Llama, with a `hidden_norm` and with queries, keys and values of 2 * width; `norm`;
-`lm_head` of the head's own vocabulary; and `d2t`, what is added to an id of that vocabulary to get
-the target's.
+`lm_head` of the head's own vocabulary; and `d2t`: added to an id of that vocabulary, it gives the
+target's.
 """
 
 # mypy: allow-untyped-calls
@@ -51,7 +51,7 @@ def is_head(folder: str | Path) -> bool:
 
 
 def head_folder(source: str, *, progress: bool = False) -> Path | None:
-    """The folder of an EAGLE head; None for a model, and for what is neither.
+    """The folder of an EAGLE head; None for a model, and for other files.
 
     source: a folder, or an id on the hub, from where the files of a head are downloaded. progress:
     whether to show that. Raises InvalidInput for files that cannot be read.
@@ -77,17 +77,17 @@ def head_folder(source: str, *, progress: bool = False) -> Path | None:
 def hidden_layers(folder: str | Path, target: PreTrainedConfig) -> tuple[int, ...]:
     """`RunnerOptions.hidden_layers` for the target of a head: none for EAGLE 1 and 2.
 
-    They are what the head's config.json names, as SGLang reads it: in `eagle_config` layers whose
-    outputs are read, and by itself, as vLLM reads it, layers whose inputs are. Without, they are
-    the layers before layers 2, n / 2 and n - 3 of n, as of the heads of EAGLE's authors.
+    The head's config.json names them: in `eagle_config` the layers whose outputs are read, as in
+    SGLang, or at the top level the layers whose inputs are read, as in vLLM. Without, they are the
+    layers before layers 2, n / 2 and n - 3 of n, as of the heads of EAGLE's authors.
     Raises InvalidInput for files of something else, and for layers that the target lacks.
     """
     path = at_home(folder)
     if not any(name.startswith(EAGLE3) for name in _names(path)):
         return ()
-    own, num = _config(path), target.get_text_config(decoder=True).num_hidden_layers
-    told = (getattr(own, "eagle_config", None) or {}).get(LAYERS)
-    inputs = getattr(own, LAYERS, None) if told is None else [number + 1 for number in told]
+    config, num = _config(path), target.get_text_config(decoder=True).num_hidden_layers
+    told = (getattr(config, "eagle_config", None) or {}).get(LAYERS)
+    inputs = getattr(config, LAYERS, None) if told is None else [number + 1 for number in told]
     if inputs is None:
         if num < FEWEST_LAYERS:
             expected = f"{LAYERS} in the eagle_config of its config.json, for so few layers"
@@ -179,7 +179,7 @@ def _token_ids(path: Path, own: LlamaConfig, offsets: torch.Tensor) -> torch.Ten
     """The target's ids of the head's tokens. Raises InvalidInput for others than it has."""
     ids = torch.arange(len(offsets)) + offsets.long()
     if not bool(((ids >= 0) & (ids < own.vocab_size)).all()):
-        got = f"{path}, where d2t leads to tokens {int(ids.min())} to {int(ids.max())}"
+        got = f"{path}, whose d2t leads to tokens {int(ids.min())} to {int(ids.max())}"
         raise InvalidInput("draft", got=got, expected=f"tokens below {own.vocab_size}")
     return ids
 
@@ -193,7 +193,9 @@ def _fill(
     wrong = shapes.keys() ^ named.keys()
     wrong |= {name for name in shapes.keys() & named if named[name].shape != shapes[name]}
     if wrong:
-        got = f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of other shape"
+        got = (
+            f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of another shape"
+        )
         raise InvalidInput("draft", got=got, expected=FILES)
     head.load_state_dict(named)
     nn.Module.to(head, device=target.device, dtype=target.dtype).eval()
@@ -202,11 +204,11 @@ def _fill(
 def _config(path: Path) -> LlamaConfig:
     """config.json of a head. Raises InvalidInput for one of another layout."""
     with _explained(path), quiet_transformers(progress=False):
-        own: LlamaConfig = LlamaConfig.from_pretrained(path)
-    if hasattr(own, "speculators_model_type"):
+        config: LlamaConfig = LlamaConfig.from_pretrained(path)
+    if hasattr(config, "speculators_model_type"):
         got = f"{path}, in the layout of the library speculators"
         raise InvalidInput("draft", got=got, expected=FILES)
-    return own
+    return config
 
 
 def _names(path: Path) -> list[str]:
@@ -221,12 +223,12 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a folder, by names without the prefix "model."."""
     with _explained(path):
         if (path / WEIGHTS).is_file():
-            found = load_file(path / WEIGHTS)
+            tensors = load_file(path / WEIGHTS)
         else:
             # Files of old versions of torch cannot be mapped
             file, mmap = path / PICKLED, is_zipfile(path / PICKLED)
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 @contextmanager

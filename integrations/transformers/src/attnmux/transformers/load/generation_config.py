@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json asks of the sampling."""
+"""Settings for sampling in a checkpoint's generation_config.json."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SAMPLING = (
 
 
 def ignored_sampling(model: PreTrainedModel | PackedDecoder) -> str:
-    """A sentence about what is not followed unless the user asks for it; empty if there is
-    nothing. Tokens are the likeliest ones then, so that a text can be repeated."""
+    """A sentence about settings that are followed only if the user requests them; empty if there
+    are none. Tokens are the likeliest ones then, so that a text can be repeated."""
     config = model.generation_config
     if not isinstance(config, GenerationConfig):
         return ""
     stated = config.to_diff_dict()
-    found = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
+    settings = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
     if not stated.get("do_sample"):
         # Temperature and its like say nothing about greedy decoding
-        found = {name: found[name] for name in SAMPLING[-2:] if name in found}
-    if not found:
+        settings = {name: settings[name] for name in SAMPLING[-2:] if name in settings}
+    if not settings:
         return ""
-    said = ", ".join(f"{name} {value}" for name, value in found.items())
-    options = " ".join(f"--{n.replace('_', '-')} {found[n]}" for n in SERVED if n in found)
+    listed = ", ".join(f"{name} {value}" for name, value in settings.items())
+    options = " ".join(f"--{n.replace('_', '-')} {settings[n]}" for n in SERVED if n in settings)
     follow = f"; {options} follows what can be" if options else ""
-    return f"generation_config.json is ignored, tokens are the likeliest ones: {said}{follow}"
+    return f"generation_config.json is ignored, tokens are the likeliest ones: {listed}{follow}"

@@ -27,7 +27,7 @@ class ImageProcessor:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Raises InvalidInput for a checkpoint of text alone or without files of a processor, and
-        where a package that reads images is missing."""
+        if a package that reads images is missing."""
         if not checkpoint.reads_images:
             got = f"{checkpoint.source}, which reads only text"
             raise InvalidInput("image", got=got, expected="a model that reads images")
@@ -39,8 +39,8 @@ class ImageProcessor:
                 checkpoint, AutoProcessor, argument="image", what="a processor", files=FILES
             )
         except InvalidInput as error:
-            said = str(error.__cause__)
-            if "torchvision" in said or "VIDEO_PROCESSOR" in said:
+            message = str(error.__cause__)
+            if "torchvision" in message or "VIDEO_PROCESSOR" in message:
                 _require("torchvision")
             raise
         if getattr(self._processor, "image_processor", None) is None:
@@ -63,11 +63,11 @@ class ImageProcessor:
         pictures = [read_image(file) for file in files]
         shown = self._in_template(text, len(pictures)) if chat else text
         token = self._placeholder()
-        found = shown.count(token)
-        if found != len(pictures):
+        placeholders = shown.count(token)
+        if placeholders != len(pictures):
             raise InvalidInput(
                 name,
-                got=f"{found} placeholders {token} for {len(pictures)} images",
+                got=f"{placeholders} placeholders {token} for {len(pictures)} images",
                 expected="one for each image, or --chat, which puts them before the text",
             )
         try:
@@ -81,10 +81,10 @@ class ImageProcessor:
         except Exception as error:  # each processor has errors of its own
             expected = f"a text and images that the processor of {self._source} takes"
             raise InvalidInput(name, got=AttnmuxError.in_brief(error), expected=expected) from error
-        return {key: each for key, each in inputs.items() if isinstance(each, torch.Tensor)}
+        return {key: tensor for key, tensor in inputs.items() if isinstance(tensor, torch.Tensor)}
 
     def _placeholder(self) -> str:
-        """What stands for an image in a text. Gemma 3's processor writes the tokens around it."""
+        """The text that stands for an image. Gemma 3's processor writes the tokens around it."""
         token = getattr(self._processor, "image_token", None)
         if hasattr(self._processor, "full_image_sequence"):
             token = getattr(self._processor, "boi_token", token)

@@ -133,7 +133,7 @@ def _ways(
 ) -> list[Request]:
     """How the model may run as it was recorded, the way that is preferred first.
 
-    Raises InvalidInput for what does not go together with its parts.
+    Raises InvalidInput for options that its parts do not support.
     """
     ways = [] if latent is None else [latent_request(request, latent)]
     ways += [request] if options.mla != "absorbed" else []
@@ -145,7 +145,7 @@ def _ways(
 def _stated(checkpoint: Checkpoint, options: RunnerOptions, dtype: torch.dtype) -> Request | None:
     """Like `stated_request`, without chunks that the context does not reach.
 
-    Raises InvalidInput where the options exclude what it asks for.
+    Raises InvalidInput if the options exclude the part's request.
     """
     chunks = DualChunks.of(checkpoint.config, options.max_context_len)
     if chunks is not None and options.compile:
@@ -165,7 +165,7 @@ def _latent_layers(
     mixers: Sequence[Mixer],
     options: RunnerOptions,
 ) -> tuple[LayerSpec, ...] | None:
-    """The layers as they run absorbed; None where they cannot, or shall not."""
+    """The layers as they run absorbed; None if they cannot, or shall not."""
     if options.mla == "expanded":
         return None
     latent = absorbed_layers(model, layers, mixers=mixers)

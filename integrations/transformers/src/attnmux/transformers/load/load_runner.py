@@ -108,7 +108,7 @@ def load_head_runner(
 
 
 def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
-    """Refuse images with what runs text alone."""
+    """Refuse images together with options that run only text."""
     if not options.images:
         return
     hindrances = {
@@ -116,14 +116,14 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
         "ranks that split more than weights": not options.ranks.building.run_images,
         "drafts": options.draft_tokens is not None,
     }
-    found = [name for name, hinders in hindrances.items() if hinders]
-    if found:
+    hinderers = [name for name, hinders in hindrances.items() if hinders]
+    if hinderers:
         expected = "a model with a vision tower, without drafts, on one rank or with --tp alone"
-        raise InvalidInput("images", got=found[0], expected=expected)
+        raise InvalidInput("images", got=hinderers[0], expected=expected)
 
 
 def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: RunnerOptions) -> None:
-    """Refuse what several ranks cannot run, and ranks with other plugins or libraries."""
+    """Refuse options that several ranks cannot run, and ranks with other plugins or libraries."""
     if options.ranks.size == 1:
         return
     options.ranks.building.check_libraries(offers)

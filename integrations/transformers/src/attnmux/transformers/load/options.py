@@ -1,4 +1,4 @@
-"""How a checkpoint is run: what its user asks for."""
+"""A user's options for running a checkpoint."""
 
 from __future__ import annotations
 
@@ -62,29 +62,29 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOptions:
-    """How to run a checkpoint. What is None is left to the checkpoint or to the solver."""
+    """How to run a checkpoint. None leaves a value to the checkpoint or to the solver."""
 
     max_batch_size: int
     """Requests at a time."""
     max_context_len: int
     """Tokens of one request, prompt and answer."""
     max_encoder_len: int | None = None
-    """Encoder tokens of one request in an encoder-decoder model, beside its `max_context_len`; None
-    takes the model's limit, or `max_context_len` where it has none."""
+    """Encoder tokens of one request in an encoder-decoder model, in addition to its
+    `max_context_len`; None takes the model's limit, or `max_context_len` if it has none."""
     max_total_tokens: int | None = None
     """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
     spare_pages: int = 0
-    """Pages of the KV pool beside those of `max_total_tokens`. The branches of a draft model take
-    topk * (steps - 1) for each request, see `ModelProposer`."""
+    """Pages of the KV pool in addition to those of `max_total_tokens`. The branches of a draft
+    model take topk * (steps - 1) for each request, see `ModelProposer`."""
     kept_states: int | None = None
     """Prefixes whose linear layers' states are kept, so that later prompts can begin with them;
     None: as many as `max_batch_size`. Each takes the memory of a request's states, without those of
     drafts."""
     memory: MemoryBudget | None = None
-    """What the KV pool may take, with the bounds and copies of chosen pages. Of this and
-    `max_total_tokens` one is needed; of both the smaller counts."""
+    """Memory for the KV pool, with the bounds and copies of chosen pages. One of this and
+    `max_total_tokens` is needed; if both are given, the smaller counts."""
     window_step_tokens: int | None = WINDOW_STEP_TOKENS
-    """Layers with windows or chunks get a KV pool of their own where that saves memory, with room
+    """Layers with windows or chunks get a KV pool of their own if that saves memory, with room
     for a prompt's step of at least so many tokens. None for callers that do not use the engine,
     which frees the tokens that fell out of the windows."""
     images: bool = False
@@ -98,7 +98,7 @@ class RunnerOptions:
     """Branches of a draft tree; 1 for chains."""
     speculative_attention_mode: Literal["prefill", "decode"] | None = None
     """Whether the backend for prefill or that for decode verifies drafts and, in a draft model,
-    reads what was accepted; None: that for prefill. Needs `draft_tokens`."""
+    reads accepted tokens; None: that for prefill. Needs `draft_tokens`."""
     hidden_states: bool = False
     """Whether to keep the last hidden state of every cached token, which an EAGLE head reads."""
     hidden_layers: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class RunnerOptions:
     that `hidden_layers` finds for an EAGLE 3 head."""
     sparse: str | None = None
     """"quest": decode steps read the pages of each request whose keys may score highest; see
-    `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens where `page_size` says nothing else."""
+    `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens if `page_size` says nothing else."""
     sparse_budget: int | None = None
     """Tokens of each request that such a step reads, in whole pages."""
     deterministic: bool = False
@@ -114,7 +114,7 @@ class RunnerOptions:
     Backends are chosen for it, every layer runs on blocks of a fixed number of rows, prompts and
     decoding requests take turns, prefixes are not reused, and latent attention runs expanded."""
     graph: bool | None = None
-    """Whether decode steps are replayed from device graphs; None: where device, backend and model
+    """Whether decode steps are replayed from device graphs; None: if device, backend and model
     can."""
     graph_sizes: tuple[int, ...] | None = None
     """Batch sizes of the decode steps that are captured, ascending; None: the usual ones."""
@@ -123,7 +123,7 @@ class RunnerOptions:
     eagerly."""
     compile: bool = False
     """Whether the model's layers are compiled with torch.compile, which takes up to a minute at the
-    first start. Where they cannot be, they run as they are, with a warning."""
+    first start. If they cannot be, they run as they are, with a warning."""
     dtype: str | None = None
     kv_dtype: str | None = None
     kv_dtype_skip: str | None = None
@@ -131,7 +131,7 @@ class RunnerOptions:
     "0-1,31,sliding_window". The kinds are sliding_window, attention_chunk and full_attention."""
     mla: Literal["absorbed", "expanded"] | None = None
     """How latent attention runs. Absorbed, the KV cache holds the latent; expanded, every head's
-    K and V. None: absorbed where a backend serves it, unless only as a last resort (see
+    K and V. None: absorbed if a backend serves it, unless only as a last resort (see
     `Prior.LAST_RESORT`) while expanded has a better one."""
     page_size: int | None = None
     device: str | None = None
@@ -191,7 +191,7 @@ class RunnerOptions:
             GraphConfig(batch_sizes=self.graph_sizes)
 
     def _check_deterministic(self) -> None:
-        """Raise InvalidInput for what has other sums in another batch."""
+        """Raise InvalidInput for options whose sums depend on the batch."""
         if not self.deterministic:
             return
         excluded = {
@@ -201,6 +201,8 @@ class RunnerOptions:
             'mla="absorbed"': self.mla == "absorbed",
             f"{self.ranks.size} ranks": self.ranks.size > 1,
         }
-        if found := [name for name, is_set in excluded.items() if is_set]:
+        if options := [name for name, is_set in excluded.items() if is_set]:
             expected = "none of these: their sums depend on the other requests"
-            raise InvalidInput("deterministic", got=f"{' and '.join(found)} too", expected=expected)
+            raise InvalidInput(
+                "deterministic", got=f"{' and '.join(options)} too", expected=expected
+            )

@@ -1,4 +1,4 @@
-"""Loads what a checkpoint has for its inputs besides texts."""
+"""Loads a checkpoint's processors of inputs other than text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def load_processor(
     what: str,
     files: str,
 ) -> Any:  # noqa: ANN401
-    """What `auto`, an auto class of transformers, makes of the checkpoint's files.
+    """Load a processor from the checkpoint's files with `auto`, an auto class of transformers.
 
     Raises InvalidInput that names `argument`, what is missing, and the files that it needs.
     """

@@ -107,9 +107,9 @@ def _owner(scale: str, numbers: Mapping[str, int]) -> int | None:
     Names in files may lack the first part of a module's name.
     """
     for name in (scale.rpartition(".")[0], scale.rpartition(".")[0].rpartition(".")[0]):
-        found = [one for one in numbers if f".{one}".endswith(f".{name}")]
-        if name and len(found) == 1:
-            return numbers[found[0]]
+        matches = [number for number in numbers if f".{number}".endswith(f".{name}")]
+        if name and len(matches) == 1:
+            return numbers[matches[0]]
     return None
 
 
@@ -127,14 +127,14 @@ def weight_scales(names: Iterable[str]) -> list[str]:
 
 
 def _method(config: PreTrainedConfig) -> str | None:
-    """The checkpoint's quantisation method; None without one, or where it is left to transformers
+    """The checkpoint's quantisation method; None without one, or if it is left to transformers
     to find."""
-    given: Any = getattr(config, "quantization_config", None)
-    if given is None:
-        given = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    if given is None:
+    scheme: Any = getattr(config, "quantization_config", None)
+    if scheme is None:
+        scheme = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if scheme is None:
         return None
-    method = given.get("quant_method") if isinstance(given, Mapping) else given.quant_method
+    method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme.quant_method
     return (
         "bitsandbytes_8bit"
         if method in (None, "bitsandbytes")

@@ -57,7 +57,7 @@ class SoundReader:
             got = f"{file}, of {len(samples)} samples ({AttnmuxError.in_brief(error)})"
             expected = f"a sound that the {type(self._extractor).__name__} takes"
             raise InvalidInput("audio", got=got, expected=expected) from error
-        return {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+        return {name: tensor for name, tensor in inputs.items() if isinstance(tensor, torch.Tensor)}
 
 
 def read_samples(file: str, rate: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -28,7 +28,7 @@ def encode_prompts(
     """The token ids of each prompt; `chat` puts texts into the tokenizer's chat template.
 
     Raises InvalidInput for no prompts, an empty prompt, one that is longer than the context, ids
-    outside the vocabulary, text that UTF-8 cannot hold, text where there is no tokenizer or no
+    outside the vocabulary, text that UTF-8 cannot hold, text if there is no tokenizer or no
     chat template, and a chat template that does not end within `TEMPLATE_SECONDS`.
     """
     if not prompts:

@@ -1,1 +1,1 @@
-"""What a model computes, found in its own modules and led to the backend."""
+"""The computation of a model, found in its own modules and connected to the backend."""

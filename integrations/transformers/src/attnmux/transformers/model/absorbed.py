@@ -1,4 +1,4 @@
-"""Latent attention (MLA) on the latent itself, which is what the KV cache holds.
+"""Latent attention (MLA) on the latent itself, which the KV cache holds.
 
 A model that expands its latent with a linear `kv_b_proj` into every head's K and V runs absorbed
 instead: K's half of that matrix is multiplied into Q, and V's half into the output. Attention then
@@ -126,12 +126,12 @@ def absorbed_forward(
 
 def _linears(model: PreTrainedModel) -> dict[int, torch.nn.Linear]:
     """`kv_b_proj` by layer, if it is a plain linear map without quantisation or adapters."""
-    found: dict[int, torch.nn.Linear] = {}
+    linears: dict[int, torch.nn.Linear] = {}
     for module in model.modules():
         inner, layer_id = getattr(module, "kv_b_proj", None), getattr(module, "layer_idx", None)
         if type(inner) is torch.nn.Linear and inner.bias is None and isinstance(layer_id, int):
-            found[layer_id] = inner
-    return found
+            linears[layer_id] = inner
+    return linears
 
 
 def _divides(found: torch.nn.Linear | None, layer: LayerSpec) -> bool:

@@ -1,4 +1,4 @@
-"""What the recorded layers of a model ask of a backend."""
+"""The request that a model's recorded layers make to backends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from attnmux.transformers.requests.shapes import SHAPE, STORED, by_shape
 def request_of(
     layers: Sequence[LayerSpec], dtype: torch.dtype, linear: Sequence[LinearLayerSpec] = ()
 ) -> Request:
-    """What the layers need, every value with the origin "model".
+    """The layers' request, every value with the origin "model".
 
-    Where windows or chunks differ between layers of the same heads and dims, the largest is asked
-    for. Layers of other heads or dims than the first, or with a KV dtype of their own, are the
-    request's `other_layers`.
-    Raises InvalidInput where latent layers or linear layers of a kind differ.
+    If windows or chunks differ between layers of the same heads and dims, the largest counts.
+    Layers of other heads or dims than the first, or with a KV dtype of their own, are the request's
+    `other_layers`.
+    Raises InvalidInput if latent layers or linear layers of a kind differ.
     """
     alike = by_shape(layers, *SHAPE)
     first, *others = sorted(alike, key=lambda group: group[0].kv_dtype is not None)
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "kind": first[0].kind,
         **_needs(first),
         "other_layers": [
@@ -43,11 +43,11 @@ def request_of(
         "relative_bias": any(layer.relative_bias is not None for layer in layers),
         **_linear_needs(linear),
     }
-    return Request().replace(origin="model", **given)
+    return Request().replace(origin="model", **fields)
 
 
 def _needs(layers: Sequence[LayerSpec]) -> dict[str, Any]:
-    """What layers of one shape ask for."""
+    """Fields of the request for layers of one shape."""
     first = layers[0]
     windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
     return {
@@ -78,9 +78,9 @@ def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
 def latent_request(
     expanded: Request, layers: Sequence[LayerSpec], *, index_topk: int | None = None
 ) -> Request:
-    """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them.
+    """The request of `absorbed_layers`, from the expanded heads of `request_of`, in MLA's terms.
 
-    index_topk: keys that the model's indexers pick for each token; None where all are seen.
+    index_topk: keys that the model's indexers pick for each token; None if all are seen.
     """
     first = by_shape(layers, *STORED)[0][0]
     return expanded.replace(

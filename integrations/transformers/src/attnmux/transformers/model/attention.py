@@ -60,8 +60,8 @@ def attention_forward(
     """Attention of `module`'s layer in the running step: K and V go to the pool, then the backend.
 
     Returns ([1, T, Hq, Dv], None), as transformers expects it.
-    Raises AttnmuxError outside `ForwardContext.enter`; InvalidInput for what the contract does not
-    have, and for a layer that is not as it was when the backend's layers were recorded.
+    Raises AttnmuxError outside `ForwardContext.enter`; InvalidInput for arguments that the contract
+    does not have, and for a layer that changed after the backend's layers were recorded.
     """
     call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
     refuse_mask(call)
@@ -97,7 +97,7 @@ def refuse_mask(call: LayerCall) -> None:
 
 
 def check_recorded(call: LayerCall, layer: LayerSpec) -> None:
-    """Raise InvalidInput for a layer that is not as it was when it was recorded."""
+    """Raise InvalidInput for a layer that changed after it was recorded."""
     # A window that only the model's mask imposes is not passed here.
     window = layer.sliding_window_size if call.sliding_window_size < 0 else call.sliding_window_size
     now = (call.scaling, window, call.logit_cap, _has(call))
@@ -105,25 +105,25 @@ def check_recorded(call: LayerCall, layer: LayerSpec) -> None:
     if now != recorded:
         raise InvalidInput(
             f"layer {call.layer_id}",
-            got=f"(scaling, window, logit cap, what each head has) = {now}",
+            got=f"(scaling, window, logit cap, tensors of heads) = {now}",
             expected=f"{recorded}, as recorded when the backend was built",
         )
 
 
 def _has(one: LayerCall | LayerSpec) -> tuple[str, ...]:
     """The values that each of its heads has."""
-    each = {
+    values = {
         "sink": one.sinks,
         "ALiBi slope": one.alibi_slopes,
         "relative position bias": one.relative_bias,
     }
-    return tuple(name for name, value in each.items() if value is not None)
+    return tuple(name for name, value in values.items() if value is not None)
 
 
 def no_mask(
     *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: object
 ) -> None:
-    """A mask function that builds nothing, and refuses what it would have to honour.
+    """A mask function that builds nothing, and refuses masks that it would have to honour.
 
     Raises InvalidInput for a padding mask and for a mask function of the model's own.
     """

@@ -16,9 +16,9 @@ def decoder_layers(
             continue
         for layer in modules:
             numbered = {
-                number: each
-                for each in layer.modules()
-                if isinstance(number := getattr(each, "layer_idx", None), int)
+                number: module
+                for module in layer.modules()
+                if isinstance(number := getattr(module, "layer_idx", None), int)
             }
             if len(numbered) == 1:
                 ((number, attention),) = numbered.items()

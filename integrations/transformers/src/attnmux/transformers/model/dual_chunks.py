@@ -5,7 +5,7 @@ keys of its own chunk rotated by i % c, those of the chunk before by min(i % c +
 all earlier ones by min(2 * c - 1, chunk_size). So the model runs with positions i % c, and the
 second and third query are the first one, rotated further.
 
-Where the config says for how many tokens the model was trained, queries after these grow by
+If the config says for how many tokens the model was trained, queries after these grow by
 0.1 * ln((i + 1) / trained) + 1, so that an answer does not depend on how its prompt was divided.
 """
 
@@ -32,7 +32,7 @@ WITHOUT = (
     "transformers runs this model without its dual chunks: beyond the first chunk of {length} "
     "tokens, its own generate gives other answers"
 )
-"""What a user is told of a model that runs with them."""
+"""Shown to the user of a model that has them."""
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
@@ -44,7 +44,7 @@ class DualChunks(ModelPart):
     chunk_size: int
     local_size: int
     trained_len: int = 0
-    """Tokens of a context that the model was trained for; 0 where queries do not grow."""
+    """Tokens of a context that the model was trained for; 0 if queries do not grow."""
     model: PreTrainedModel | None = None
 
     @classmethod
@@ -59,25 +59,25 @@ class DualChunks(ModelPart):
 
         Raises InvalidInput for sizes that are no chunk.
         """
-        given = getattr(config, "dual_chunk_attention_config", None)
-        if not given:
+        stated = getattr(config, "dual_chunk_attention_config", None)
+        if not stated:
             return None
         try:
-            found = cls(
-                chunk_size=int(given["chunk_size"]),
-                local_size=int(given["local_size"]),
-                trained_len=int(given.get("original_max_position_embeddings") or 0),
+            chunks = cls(
+                chunk_size=int(stated["chunk_size"]),
+                local_size=int(stated["local_size"]),
+                trained_len=int(stated.get("original_max_position_embeddings") or 0),
             )
         except (KeyError, TypeError, ValueError) as error:
             expected = "numbers chunk_size and local_size"
             raise InvalidInput(
-                "dual_chunk_attention_config", got=given, expected=expected
+                "dual_chunk_attention_config", got=stated, expected=expected
             ) from error
-        if not 0 <= found.local_size < found.chunk_size:
+        if not 0 <= chunks.local_size < chunks.chunk_size:
             expected = "0 <= local_size < chunk_size"
-            raise InvalidInput("dual_chunk_attention_config", got=given, expected=expected)
-        limits = (found.length, *filter(None, [found.trained_len]))
-        return None if max_context_len <= min(limits) else found
+            raise InvalidInput("dual_chunk_attention_config", got=stated, expected=expected)
+        limits = (chunks.length, *filter(None, [chunks.trained_len]))
+        return None if max_context_len <= min(limits) else chunks
 
     @property
     def length(self) -> int:
@@ -127,12 +127,15 @@ class DualChunks(ModelPart):
         self, rotary: torch.nn.Module, rotate: Rotate, call: LayerCall, batch: ForwardBatch
     ) -> torch.Tensor:
         """[T, Hq, 3 * D] of the call's q [T, Hq, D], which is rotated by `places`."""
-        own = self.places(batch.positions)
+        places = self.places(batch.positions)
         q = call.q.transpose(0, 1).unsqueeze(0)
         last = min(2 * self.length - 1, self.chunk_size)
         parts = [q]
-        for place in ((own + self.length).clamp(max=self.chunk_size), torch.full_like(own, last)):
-            further = (place - own).unsqueeze(0)
+        for place in (
+            (places + self.length).clamp(max=self.chunk_size),
+            torch.full_like(places, last),
+        ):
+            further = (place - places).unsqueeze(0)
             parts.append(rotate(q, q, *rotary(q, further))[0])
         joined = torch.cat(parts, dim=-1)[0].transpose(0, 1).contiguous()
         if not self.trained_len:

@@ -1,6 +1,6 @@
 """Several requests in one call of an encoder, each with the states that it gets alone.
 
-Inputs of one shape are rows of a batch. Texts of other lengths are padded where the encoder's
+Inputs of one shape are rows of a batch. Texts of other lengths are padded if the encoder's
 layers all hand their attention to transformers' interface, which hides padding from every query;
 other encoders look at the length of the row (BigBird's blocks) or at its neighbours.
 """
@@ -50,23 +50,23 @@ class BatchedEncoder:
 
         Raises InvalidInput for other inputs.
         """
-        given = [self._checked(each) for each in inputs]
-        states: list[torch.Tensor] = [torch.empty(0)] * len(given)
-        for group in self._groups(given):
-            rows = self._run([given[index] for index in group])
+        checked = [self._checked(source) for source in inputs]
+        states: list[torch.Tensor] = [torch.empty(0)] * len(checked)
+        for group in self._groups(checked):
+            rows = self._run([checked[index] for index in group])
             for index, row in zip(group, rows, strict=True):
                 states[index] = row
         return states
 
     def _checked(self, inputs: Inputs) -> dict[str, torch.Tensor]:
         """On the model's device and in its dtype, without a mask that hides nothing."""
-        given = {name: value.to(self._model.device) for name, value in inputs.items()}
-        mask = given.pop("attention_mask", None)
+        tensors = {name: value.to(self._model.device) for name, value in inputs.items()}
+        mask = tensors.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
             raise InvalidInput(
                 "encoder", got="an attention_mask with padding", expected="inputs without any"
             )
-        for name, value in given.items():
+        for name, value in tensors.items():
             if name not in self._taken or value.shape[:1] != (1,):
                 raise InvalidInput(
                     "encoder",
@@ -74,10 +74,10 @@ class BatchedEncoder:
                     expected=f"some of {', '.join(self._taken)}, each of one request: [1, …]",
                 )
             if value.is_floating_point():
-                given[name] = value.to(self._model.dtype)
-        if not given:
+                tensors[name] = value.to(self._model.dtype)
+        if not tensors:
             raise InvalidInput("encoder", got="nothing", expected="the encoder's inputs")
-        return given
+        return tensors
 
     @cached_property
     def _taken(self) -> Mapping[str, inspect.Parameter]:
@@ -95,16 +95,16 @@ class BatchedEncoder:
             if set(given[alike[0]]) != {"input_ids"}:
                 yield from (alike[at : at + MOST_ROWS] for at in range(0, len(alike), MOST_ROWS))
             else:
-                yield from _fitting(alike, [_length(each) for each in given])
+                yield from _fitting(alike, [_length(source) for source in given])
 
     def _run(self, given: Sequence[Inputs]) -> list[torch.Tensor]:
         """Texts, or inputs of one shape, in one call."""
-        lens = [_length(each) for each in given] if "input_ids" in given[0] else []
+        lens = [_length(source) for source in given] if "input_ids" in given[0] else []
         if len(set(lens)) > 1:
-            batch = self._padded([each["input_ids"] for each in given], max(lens))
+            batch = self._padded([source["input_ids"] for source in given], max(lens))
         else:
             lens = []
-            batch = {name: torch.cat([each[name] for each in given]) for name in given[0]}
+            batch = {name: torch.cat([source[name] for source in given]) for name in given[0]}
         try:
             states = self._encoder(**batch).last_hidden_state
         except torch.OutOfMemoryError:
@@ -142,8 +142,8 @@ class BatchedEncoder:
             together = self._run([{"input_ids": text} for text in texts])
         layers = getattr(self._config.get_text_config(), "num_hidden_layers", None)
         return len(noted.callers) == layers and all(
-            float((one - other).abs().max()) <= TOLERANCE * float(other.abs().max())
-            for one, other in zip(together, alone, strict=True)
+            float((state - other).abs().max()) <= TOLERANCE * float(other.abs().max())
+            for state, other in zip(together, alone, strict=True)
         )
 
 

@@ -2,7 +2,7 @@
 
 Self- and cross-attention of the decoder go to the backend, over one KV pool in which each has
 layer ids of its own: in a request's row the encoder's slots come first. The encoder runs with
-transformers' own scaled-dot-product attention, several requests in a call where `BatchedEncoder`
+transformers' own scaled-dot-product attention, several requests in a call if `BatchedEncoder`
 can: it leaves only its states, from which cross-attention's K and V are made in the request's first
 step.
 """
@@ -72,11 +72,11 @@ class DecoderRecorder(Recorder):
 
 def _parted(call: LayerCall) -> tuple[LayerCall, LayerCall]:
     """A call over the decoder's tokens and then the encoder's, as two. Its mask is two masks."""
-    own = slice(0, call.q.shape[0])
-    theirs = slice(own.stop, None)
+    decoder_keys = slice(0, call.q.shape[0])
+    encoder_keys = slice(decoder_keys.stop, None)
     masks = (None, None) if call.mask is None else call.mask.chunk(2, dim=-1)
-    first = replace(call, k=call.k[own], v=call.v[own], mask=masks[0])
-    k, v = call.k[theirs], call.v[theirs]
+    first = replace(call, k=call.k[decoder_keys], v=call.v[decoder_keys], mask=masks[0])
+    k, v = call.k[encoder_keys], call.v[encoder_keys]
     return first, replace(call, layer_id=call.layer_id + 1, k=k, v=v, mask=masks[-1])
 
 
@@ -137,7 +137,7 @@ def _layer(call: LayerCall, recorder: DecoderRecorder, max_context_len: int) -> 
 
 
 def _check_places(call: LayerCall) -> None:
-    """Raise InvalidInput where equal encoder states have K that differ by their place in the row.
+    """Raise InvalidInput if equal encoder states have K that differ by their place in the row.
 
     In a step, the states of several requests lie one after another.
     """

@@ -122,8 +122,8 @@ def encoder_mask(**kwargs: Any) -> torch.Tensor | None:  # noqa: ANN401  # of tr
         may_skip = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
         return None if may_skip else UNMASKED
     masks = AttentionMaskInterface()  # type: ignore[no-untyped-call]  # transformers' own
-    found: torch.Tensor | None = masks["sdpa"](**kwargs)
-    return found
+    mask: torch.Tensor | None = masks["sdpa"](**kwargs)
+    return mask
 
 
 AttentionInterface.register(ENCODER_DECODER, decoder_forward)

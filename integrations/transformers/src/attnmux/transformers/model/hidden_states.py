@@ -29,10 +29,10 @@ STATES_DIMS = 3
 
 
 class HiddenStates(ModelPart):
-    """What a model's decoder, or some of its layers, return for each cached token, in the token's
-    slot.
+    """The results of a model's decoder, or of some of its layers, for each cached token, in the
+    token's slot.
 
-    A state lies beside the K and V of its token: who shares, moves or frees the slot has it, and
+    A state is next to the K and V of its token: it is shared, moved and freed with the slot, and
     graphs write it as they write these.
     """
 
@@ -128,7 +128,7 @@ class HiddenStates(ModelPart):
 
 
 def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """What computes the last hidden states. Raises InvalidInput for a model without."""
+    """The module that computes the last hidden states. Raises InvalidInput for a model without."""
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
     if decoder is None or decoder is model:
         got = f"{type(model).__name__}, which has no decoder below its logits"
@@ -141,13 +141,13 @@ def _layers_of(model: PreTrainedModel, layers: Sequence[int]) -> list[torch.nn.M
     """The layers by their numbers. Raises InvalidInput for those that the model lacks."""
     if not layers:
         return []
-    found = {number: layer for layer, _, number in decoder_layers(_decoder_of(model))}
-    lacking = set(layers) - found.keys()
+    by_number = {number: layer for layer, _, number in decoder_layers(_decoder_of(model))}
+    lacking = set(layers) - by_number.keys()
     if lacking:
-        numbers = ", ".join(map(str, sorted(found)))
+        numbers = ", ".join(map(str, sorted(by_number)))
         expected = f"layers of {type(model).__name__} that mix tokens: {numbers or 'it has none'}"
         raise InvalidInput("hidden_layers", got=sorted(lacking), expected=expected)
-    return [found[number] for number in layers]
+    return [by_number[number] for number in layers]
 
 
 def _first(output: Any) -> torch.Tensor:  # noqa: ANN401  # transformers'

@@ -1,4 +1,4 @@
-"""What a model's layer asks for, read from the arguments of transformers' attention functions."""
+"""The needs of a model's layer, read from the arguments of transformers' attention functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_ATTENTION = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerCall:
-    """What a model's layer asks for, checked and in the contract's terms."""
+    """The needs of a model's layer, checked and in the contract's terms."""
 
     layer_id: int
     q: torch.Tensor
@@ -43,7 +43,7 @@ class LayerCall:
     v: torch.Tensor
     """[T, Hkv, Dv], likewise"""
     mask: torch.Tensor | None
-    """What the model got from the mask function."""
+    """The mask function's result for the model."""
     scaling: float
     sliding_window_size: int
     logit_cap: float
@@ -102,7 +102,7 @@ def read_arguments(
             got=f"query {tuple(query.shape)}",
             expected="[1, heads, T, dim]: the tokens of all requests in one row",
         )
-    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     return read_rows(q, k, v, attention_mask, layer_id=layer_id, **kwargs)  # type: ignore[arg-type]  # checked there
 
 
@@ -163,7 +163,7 @@ def _refuse_gradients(**tensors: torch.Tensor | None) -> None:
 
 
 def layer_id_of(module: torch.nn.Module) -> int:
-    """The number of a decoder's layer. Raises InvalidInput where it has none.
+    """The number of a decoder's layer. Raises InvalidInput if it has none.
 
     Call it once for a call of attention: see `NumberedCalls`.
 
@@ -204,8 +204,8 @@ def mark_layer(module: torch.nn.Module, layer_id: int) -> None:
 def traced_layer_id(module: torch.nn.Module) -> torch.Tensor:
     """The layer's number for the op, [] int64. A compiler that reads `layer_idx` makes code for
     that layer alone; the tensor of `mark_layer` is an input of the code."""
-    found = getattr(module, LAYER_ID, None)
-    return torch.tensor(layer_id_of(module)) if found is None else found
+    traced = getattr(module, LAYER_ID, None)
+    return torch.tensor(layer_id_of(module)) if traced is None else traced
 
 
 def window_of(sliding_window: int | None) -> int:

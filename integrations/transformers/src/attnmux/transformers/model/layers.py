@@ -123,7 +123,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         )
     text = config.get_text_config(decoder=True)
     inner = MODEL_MAPPING.get(type(text), None) if text is not config else None
-    classes = [one for one in (model_class, inner) if isinstance(one, type)]
+    classes = [kind for kind in (model_class, inner) if isinstance(kind, type)]
     if not any(map(_calls_interface, classes)):
         raise InvalidInput(
             name,
@@ -201,10 +201,12 @@ def _check_positions(probe: Probe) -> None:
     The probe runs the same token three times. Positions 0, 1, 2 must equal the model's own count,
     and position 0 for all must give three equal results, as for the first tokens of three requests.
     """
-    own, given, first = (_attended(probe, positions) for positions in (None, [0, 1, 2], [0, 0, 0]))
+    counted, stated, first = (
+        _attended(probe, positions) for positions in (None, [0, 1, 2], [0, 0, 0])
+    )
     for name, tokens, expected in (
-        ("another count", given, own),
-        ("places in the row, not the positions given", first, [one[:1] for one in given]),
+        ("another count", stated, counted),
+        ("places in the row, not the positions given", first, [tensor[:1] for tensor in stated]),
     ):
         if not _are_alike(tokens, expected):
             raise InvalidInput(
@@ -217,10 +219,10 @@ def _check_positions(probe: Probe) -> None:
 def counts_from(probe: Probe, start: int) -> bool:
     """Whether the model's own count is the one that begins at this position."""
     try:
-        given = _attended(probe, [start, start + 1, start + 2])
+        stated = _attended(probe, [start, start + 1, start + 2])
     except IndexError:  # beyond a table of positions
         return False
-    return _are_alike(given, _attended(probe, None))
+    return _are_alike(stated, _attended(probe, None))
 
 
 def _are_alike(tokens: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

@@ -58,7 +58,7 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def _bloom(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
-    given = {"scaling": module.inv_norm_factor, "alibi_slopes": _slopes(module)}
+    arguments = {"scaling": module.inv_norm_factor, "alibi_slopes": _slopes(module)}
 
     def forward(
         hidden_states: torch.Tensor,
@@ -67,7 +67,7 @@ def _bloom(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         q, k, v = module._reshape(module.query_key_value(hidden_states))
-        context = attend(module, config, q, k, v, attention_mask, **given)
+        context = attend(module, config, q, k, v, attention_mask, **arguments)
         return module.dense(context.flatten(2)) + residual, None
 
     module.forward = forward
@@ -78,10 +78,10 @@ def _falcon(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     kv_heads = module.num_kv_heads
     if not module.new_decoder_architecture:
         kv_heads = 1 if module.multi_query else heads
-    given: dict[str, Any] = {"scaling": module.inv_norm_factor}
+    arguments: dict[str, Any] = {"scaling": module.inv_norm_factor}
     if config.alibi:
         # transformers rounds slopes to bfloat16, and adds the biases before it scales
-        given["alibi_slopes"] = _slopes(module) * module.inv_norm_factor
+        arguments["alibi_slopes"] = _slopes(module) * module.inv_norm_factor
 
     def forward(
         hidden_states: torch.Tensor,
@@ -93,12 +93,12 @@ def _falcon(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         fused = module.query_key_value(hidden_states)
         fused = fused.view(1, -1, kv_heads, heads // kv_heads + 2, dim)
         q, k, v = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         if position_embeddings is not None and alibi is None:
             q, k = _beside(module, "apply_rotary_pos_emb")(q, k, *position_embeddings)
         else:
             attention_mask = None  # causal, with the biases in it
-        context = attend(module, config, q, k, v, attention_mask, **given)
+        context = attend(module, config, q, k, v, attention_mask, **arguments)
         return module.dense(context.flatten(2)), None
 
     module.forward = forward
@@ -133,16 +133,16 @@ def _doge(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
 
 def _mpt(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     bias = _beside(module, "build_mpt_alibi_tensor")(module.n_heads, 2)
-    given = {"scaling": module.softmax_scale, "alibi_slopes": -bias[:, 0, 0]}
+    arguments = {"scaling": module.softmax_scale, "alibi_slopes": -bias[:, 0, 0]}
 
     def forward(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
         fused = module.Wqkv(hidden_states)
         if module.clip_qkv:
             fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         heads = fused.view(1, -1, 3, module.n_heads, module.head_dim).unbind(2)
-        q, k, v = (each.transpose(1, 2) for each in heads)
+        q, k, v = (head.transpose(1, 2) for head in heads)
         # The model casts its mask, which is always causal, to bool
-        context = attend(module, config, q, k, v, None, **given)
+        context = attend(module, config, q, k, v, None, **arguments)
         return module.out_proj(context.flatten(2)), None
 
     module.forward = forward
@@ -163,19 +163,19 @@ def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A module with a function of its own between the rotated queries and keys and the context."""
     if calls(type(module).forward, "ALL_ATTENTION_FUNCTIONS"):
         return  # GPT-J's and CodeGen's from transformers 5.24 on
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     is_local = False
     if type(module).__name__ == "GPTNeoSelfAttention":
         module.layer_idx = module.layer_id
         is_local = module.attention_type == "local"
-        given = {"scaling": 1.0, "sliding_window": config.window_size if is_local else None}
+        arguments = {"scaling": 1.0, "sliding_window": config.window_size if is_local else None}
 
     def attention(
         query: Heads, key: Heads, value: Heads, attention_mask: torch.Tensor | None = None
     ) -> tuple[Heads, None]:
         # The mask of a local layer is without the window, which the module adds itself
         mask = None if is_local else attention_mask
-        return attend(module, config, query, key, value, mask, **given).transpose(1, 2), None
+        return attend(module, config, query, key, value, mask, **arguments).transpose(1, 2), None
 
     replace_function(module, "_attn", attention)
 
@@ -217,8 +217,8 @@ def _slopes(module: Any) -> torch.Tensor:  # noqa: ANN401
 
 def _beside(module: object, name: str) -> Callable[..., Any]:
     """A function of the module's own file."""
-    found: Callable[..., Any] = pkgutil.resolve_name(f"{type(module).__module__}:{name}")
-    return found
+    function: Callable[..., Any] = pkgutil.resolve_name(f"{type(module).__module__}:{name}")
+    return function
 
 
 ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyType(

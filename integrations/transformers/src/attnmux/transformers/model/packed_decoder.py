@@ -111,7 +111,7 @@ class PackedDecoder(torch.nn.Module):
         if encoder_states is None:
             shape = (STAND_IN, self.width)
             encoder_states = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
-        own = {"decoder_position_ids": position_ids} if self._hands_positions_down else {}
+        places = {"decoder_position_ids": position_ids} if self._hands_positions_down else {}
         self._positions = position_ids
         with nullcontext() if self._table is None else self._table.given(position_ids):
             output: Seq2SeqLMOutput = self.model(
@@ -120,7 +120,7 @@ class PackedDecoder(torch.nn.Module):
                     last_hidden_state=encoder_states.unsqueeze(0)  # type: ignore[arg-type]  # typed as FloatTensor
                 ),
                 use_cache=use_cache,
-                **own,
+                **places,
             )
             return output
 
@@ -135,7 +135,9 @@ def takes(module: torch.nn.Module, argument: str) -> bool:
 def embeddings_of(part: Any) -> torch.nn.Module:  # noqa: ANN401  # an encoder or a decoder
     """The input embedding."""
     is_model = isinstance(part, PreTrainedModel)
-    found: object = part.get_input_embeddings() if is_model else getattr(part, "embed_tokens", None)
-    if not isinstance(found, torch.nn.Module):
+    embeddings: object = (
+        part.get_input_embeddings() if is_model else getattr(part, "embed_tokens", None)
+    )
+    if not isinstance(embeddings, torch.nn.Module):
         raise InvalidInput(type(part).__name__, got="none", expected="an embedding of tokens")
-    return found
+    return embeddings

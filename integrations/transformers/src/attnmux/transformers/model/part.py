@@ -1,4 +1,4 @@
-"""What a model has besides attention over all keys, in one vocabulary.
+"""Features of a model beyond attention over all keys, in one vocabulary.
 
 Indexers, keys of blocks, dual chunks, recurrences, images and hidden states are parts. `parts.py`
 lists the kinds; loading, capacity and the runner go through a model's parts and know none of them.
@@ -75,7 +75,8 @@ class ModelPart:
         return ()
 
     def ask(self, ways: Sequence[Request], options: RunnerOptions) -> list[Request]:
-        """What it asks of a backend, in each way that the model may run, the preferred one first.
+        """Its requests to backends, one for each way that the model may run, the preferred one
+        first.
 
         Raises InvalidInput for options that it does not go with.
         """
@@ -86,7 +87,8 @@ class ModelPart:
         return tuple(layers)
 
     def bytes_per_token(self, decision: Decision) -> TokenBytes:
-        """What it stores of each token. Memory for it is left beside the KV pool."""
+        """Bytes that it stores for each token. They are subtracted from the memory of the KV
+        pool."""
         return TokenBytes()
 
     def attach(self, context: BackendContext, decision: Decision) -> None:
@@ -105,7 +107,7 @@ class ModelPart:
         return {}
 
     def inputs(self, step: Step) -> Mapping[str, torch.Tensor]:
-        """What the model takes in a step, besides token ids and their positions."""
+        """The model's arguments in a step, in addition to token ids and their positions."""
         return {}
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:

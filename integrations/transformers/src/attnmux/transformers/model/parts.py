@@ -29,7 +29,7 @@ KINDS: tuple[type[ModelPart], ...] = (
 
 def parts_of(model: PreTrainedModel, options: RunnerOptions) -> tuple[ModelPart, ...]:
     """The parts of a loaded model, bound. Raises InvalidInput as `ModelPart.find` does."""
-    found = tuple(part for kind in KINDS if (part := kind.find(model, options)) is not None)
-    for part in found:
+    parts = tuple(part for kind in KINDS if (part := kind.find(model, options)) is not None)
+    for part in parts:
         part.bind()
-    return found
+    return parts

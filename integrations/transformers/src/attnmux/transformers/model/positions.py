@@ -40,7 +40,7 @@ class PositionTable:
     def given(self, positions: torch.Tensor | None) -> Iterator[None]:
         """Calls in the block look up these positions [1, T]; None leaves the model's own count.
 
-        They raise InvalidInput for a table that counts by itself, where `length` is None.
+        They raise InvalidInput for a table that counts by itself, if `length` is None.
         """
         self._given = positions
         try:
@@ -70,7 +70,7 @@ class PositionTable:
         if self._rows is None:
             # Kept for later steps, whose graphs cannot hold tensors of inference mode
             with torch.inference_mode(False), torch.no_grad():
-                row = tuple(self._stretched(each, self.length) for each in args)
+                row = tuple(self._stretched(arg, self.length) for arg in args)
                 rows = self._embedded(*row, **kwargs)
                 self._rows = rows.reshape(-1, rows.shape[-1])
         return self._rows[self._given]
@@ -91,16 +91,16 @@ class PositionTable:
 
 
 def take_positions(model: PreTrainedModel) -> None:
-    """Let the model take `position_ids` where its table of positions does and its forward does not.
+    """Let the model take `position_ids` if its table of positions does and its forward does not.
 
     A model without such a table is left as it is.
     """
     if _takes_positions(model):
         return
-    found = list(filter(_is_table, model.modules()))
-    if len(found) != 1:
+    tables = list(filter(_is_table, model.modules()))
+    if len(tables) != 1:
         return
-    table, own = PositionTable(type(model).__name__, found[0]), model.forward
+    table, own = PositionTable(type(model).__name__, tables[0]), model.forward
 
     def forward(*args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:  # noqa: ANN401  # the model's
         with table.given(position_ids):
@@ -109,8 +109,12 @@ def take_positions(model: PreTrainedModel) -> None:
     # The signature tells callers which arguments the model's own forward takes.
     parameters = inspect.signature(own).parameters.values()
     mine = inspect.signature(forward).parameters["position_ids"]
-    named = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD]
+    named = [
+        parameter for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    rest = [
+        parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD
+    ]
     forward.__signature__ = inspect.Signature([*named, mine, *rest])  # type: ignore[attr-defined]  # inspect's
     model.forward = forward
 
@@ -161,7 +165,7 @@ def count_from_own_start(model: PreTrainedModel, agrees: Callable[[int], bool]) 
     """Let positions that begin at 0 mean the model's own, and return where its own begin.
 
     agrees: whether positions that begin at this number are those that the model counts. Nothing
-    changes where no likely start agrees.
+    changes if no likely start agrees.
     """
     padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     after_padding = () if padding is None else (padding + 1,)

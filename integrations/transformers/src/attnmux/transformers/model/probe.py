@@ -62,8 +62,8 @@ class Recorder:
 
         They make none while they run: `SERVED` has no mask function.
         """
-        given = kwargs.pop("attention_mask", None)
-        if isinstance(given, torch.Tensor) and not bool(given.all()):
+        mask = kwargs.pop("attention_mask", None)
+        if isinstance(mask, torch.Tensor) and not bool(mask.all()):
             raise InvalidInput("attention_mask", got="padding", expected="ones: nothing is padded")
         no_mask(**kwargs)  # type: ignore[arg-type]  # checked there
         self.masks.append(mask_function)
@@ -76,22 +76,22 @@ class Recorder:
 
     def reach_of(self, call: LayerCall, max_context_len: int) -> Reach:
         """The reach of the layer of `call`, by its window and its mask."""
-        told = Reach(sliding_window_size=call.sliding_window_size)
+        stated = Reach(sliding_window_size=call.sliding_window_size)
         if call.mask is None:
-            return told
-        found = float(call.mask) if call.mask.numel() == 1 else -1.0
-        number = int(found)
-        if found != number or not 0 <= number < len(self.masks):
+            return stated
+        value = float(call.mask) if call.mask.numel() == 1 else -1.0
+        number = int(value)
+        if value != number or not 0 <= number < len(self.masks):
             raise InvalidInput(
                 f"layer {call.layer_id}",
                 got=f"a mask that the layer made itself, of shape {tuple(call.mask.shape)}",
                 expected="a mask from transformers' mask functions, unchanged",
             )
-        if (number, told) not in self.reaches:
-            self.reaches[number, told] = read_reach(
-                self.masks[number], told, max_context_len=max_context_len, device=call.q.device
+        if (number, stated) not in self.reaches:
+            self.reaches[number, stated] = read_reach(
+                self.masks[number], stated, max_context_len=max_context_len, device=call.q.device
             )
-        return self.reaches[number, told]
+        return self.reaches[number, stated]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class Probe:
     recorder: Callable[[], Recorder] = Recorder
     mixers: Sequence[Mixer] = ()
     inputs: str = "input_ids and position_ids alone"
-    """What the model must run on."""
+    """The inputs that the model must run on."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, mixers: Sequence[Mixer] = ()) -> Probe:

@@ -43,7 +43,7 @@ def attend_projected(
     **given: object,
 ) -> torch.Tensor:
     """The context [1, T, Hq * Dv]. projected: Q, K and V [1, T, H * D]. shape: H and D."""
-    q, k, v = (each.view(1, -1, *shape).transpose(1, 2) for each in projected)
+    q, k, v = (tensor.view(1, -1, *shape).transpose(1, 2) for tensor in projected)
     return attend(module, config, q, k, v, mask, **given).flatten(2)
 
 
@@ -108,7 +108,7 @@ def _bart_attention(
 
 
 def bert(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
-    """RoFormer's has rotary embeddings, which turn V too where its config says so."""
+    """RoFormer's has rotary embeddings, which turn V too if its config says so."""
 
     def forward(
         hidden_states: torch.Tensor,
@@ -119,7 +119,9 @@ def bert(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     ) -> tuple[torch.Tensor, None]:
         heads = (1, -1, module.num_attention_heads, module.attention_head_size)
         projections = module.query, module.key, module.value
-        q, k, v = (each(hidden_states).view(heads).transpose(1, 2) for each in projections)
+        q, k, v = (
+            projection(hidden_states).view(heads).transpose(1, 2) for projection in projections
+        )
         if sinusoidal_pos is not None:
             turned = (q, k, v) if module.rotary_value else (q, k)
             turned = module.apply_rotary_position_embeddings(sinusoidal_pos, *turned)
@@ -134,7 +136,7 @@ def t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A decoder's module. The first hands its table on, in place of the biases of all positions."""
     if not module.is_decoder:
         return
-    own = _relative_bias(module)
+    bias = _relative_bias(module)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -143,7 +145,7 @@ def t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         position_bias: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        table = own if position_bias is None else position_bias
+        table = bias if position_bias is None else position_bias
         source = hidden_states if key_value_states is None else key_value_states
         return _t5_attention(module, config, hidden_states, source, mask, table), table, None
 
@@ -180,14 +182,16 @@ def _t5_attention(
     """The module's output [1, T, d_model]. source: the states of the keys."""
     shape = module.n_heads, module.key_value_proj_dim
     projected = module.q(hidden_states), module.k(source), module.v(source)
-    given = {"scaling": 1.0, "relative_bias": table}
-    out: torch.Tensor = module.o(attend_projected(module, config, projected, shape, mask, **given))
+    arguments = {"scaling": 1.0, "relative_bias": table}
+    out: torch.Tensor = module.o(
+        attend_projected(module, config, projected, shape, mask, **arguments)
+    )
     return out
 
 
 @torch.no_grad()
 def _relative_bias(module: Any) -> torch.Tensor | None:  # noqa: ANN401
-    """The table of a causal layer, as `LayerSpec.relative_bias`; None where the module has none.
+    """The table of a causal layer, as `LayerSpec.relative_bias`; None if the module has none.
 
     From `relative_attention_max_distance` on, all distances are in the last bucket.
     """

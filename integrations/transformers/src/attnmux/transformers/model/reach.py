@@ -81,8 +81,8 @@ def _lengthen_tables(mask: object, length: int) -> None:
     None of the probe's tokens is in a block, nor is one of those that follow.
     """
     if isinstance(mask, tuple):  # joined masks
-        for each in mask:
-            _lengthen_tables(each, length)
+        for row in mask:
+            _lengthen_tables(row, length)
     cells: tuple[CellType, ...] = getattr(mask, "__closure__", None) or ()
     for cell in cells:
         held = cell.cell_contents
@@ -117,7 +117,7 @@ def read_spans(
 ) -> list[tuple[int, int]] | None:
     """Begin and end of each part of `length` tokens that sees itself.
 
-    None where a mask is anything but causal with one of the layers' reaches and these parts: a
+    None if a mask is anything but causal with one of the layers' reaches and these parts: a
     token then sees what its window holds of the tokens before it and of its part.
     """
     spans: list[tuple[int, int]] = []

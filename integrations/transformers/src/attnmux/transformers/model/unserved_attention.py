@@ -23,16 +23,16 @@ UNSERVED: Mapping[str, str] = MappingProxyType(
         "XLNetRelativeAttention": SEES_LATER,
     }
 )
-"""What hinders models that compute attention by themselves, by the class of a module."""
+"""Obstacles in models that compute attention in their own code, by the class of a module."""
 
 
 def check_own_attention(model_class: type[torch.nn.Module], config: PreTrainedConfig) -> None:
     """Raise InvalidInput, with the reason, for a model whose own attention no layer expresses."""
     beside = vars(sys.modules[model_class.__module__])
-    found = [reason for name, reason in UNSERVED.items() if name in beside]
+    reasons = [reason for name, reason in UNSERVED.items() if name in beside]
     # A module that imports everything from transformers has the name too
     if "XLMModel" in beside and not getattr(config, "causal", True):
-        found = [f"{SEES_LATER}, by its config's causal=False"]
-    if found:
+        reasons = [f"{SEES_LATER}, by its config's causal=False"]
+    if reasons:
         expected = "causal attention, with a fixed bias by distance at most"
-        raise InvalidInput(model_class.__name__, got=found[0], expected=expected)
+        raise InvalidInput(model_class.__name__, got=reasons[0], expected=expected)

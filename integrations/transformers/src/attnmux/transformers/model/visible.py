@@ -1,4 +1,4 @@
-"""What each token of a padded batch sees, read off transformers' mask function."""
+"""The keys that each token of a padded batch sees, read from transformers' mask function."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from attnmux.core import InvalidInput
 from attnmux.transformers.model.reach import LONGEST_READ, MaskFunction, Reach, read_reach
 
 AND_MASKS, PACKED = (
-    made.__code__
-    for made in (and_masks(causal_mask_function), packed_sequence_mask_function(torch.empty(0)))
+    function.__code__
+    for function in (and_masks(causal_mask_function), packed_sequence_mask_function(torch.empty(0)))
 )
 """The code of transformers' mask functions that are made of others, and of those for sequences that
 are packed into one row."""
@@ -35,10 +35,10 @@ class Lens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisibleKeys:
-    """What the tokens of a step see: the mask that eager attention would get, as lengths.
+    """The keys that the tokens of a step see: the mask that eager attention would get, as lengths.
 
-    Q is [B, Hq, T, D]. K is [B, Hkv, S, D], of which `num_keys` exist from `first_key` on: a static
-    cache holds more.
+    Q is [B, Hq, T, D]. K is [B, Hkv, S, D]; `num_keys` of its keys exist, from `first_key` on: a
+    static cache holds more.
     """
 
     mask_function: MaskFunction
@@ -69,7 +69,7 @@ class VisibleKeys:
         attention_mask: torch.Tensor | None,
         reaches: dict[Hashable, Reach],
     ) -> VisibleKeys:
-        """From what transformers passes to a mask function.
+        """From the arguments that transformers passes to a mask function.
 
         attention_mask: [B, tokens seen so far], 0 for padding. Synchronises with the device if it
         is given, and if a row has several sequences. Raises InvalidInput for a mask of another
@@ -131,25 +131,25 @@ class VisibleKeys:
         return replace(self, lens=lens, is_packed=len(lens.queries) > 1)
 
     def reach(self, told: Reach) -> Reach:
-        """What a layer sees that was told `told`.
+        """The keys that a layer sees if its reach is `told`.
 
         Raises InvalidInput for a mask that is not causal with a window or chunks, for a window over
         sequences with padding between their tokens, and for chunks with any padding.
         """
         key = (_content(self.mask_function), told)
-        found = self.reaches.get(key)
-        if found is None:
+        reach = self.reaches.get(key)
+        if reach is None:
             device = torch.device("cpu")
-            found = read_reach(
+            reach = read_reach(
                 self.mask_function, told, max_context_len=LONGEST_READ, device=device
             )
-            self.reaches[key] = found
-        if found.attention_chunk_size and (self.padding is not None or self.is_packed):
+            self.reaches[key] = reach
+        if reach.attention_chunk_size and (self.padding is not None or self.is_packed):
             got = "several sequences in a row" if self.is_packed else "padding"
             raise InvalidInput(
                 "attention_mask", got=f"{got}, in a layer with chunks", expected="none"
             )
-        if found.sliding_window_size >= 0 and self.padding is not None:
+        if reach.sliding_window_size >= 0 and self.padding is not None:
             starts = self.padding[:, 1:] & ~self.padding[:, :-1]
             if bool((starts.sum(1) + self.padding[:, 0] > 1).any()):
                 raise InvalidInput(
@@ -157,7 +157,7 @@ class VisibleKeys:
                     got="padding between tokens, in a layer with a window",
                     expected="padding before or after a sequence",
                 )
-        return found
+        return reach
 
     def from_chunk(self, size: int) -> VisibleKeys:
         """Without the keys before the first chunk that K has whole: places are counted from the
@@ -176,7 +176,7 @@ class VisibleKeys:
         )
 
     def of_last(self, num_queries: int) -> VisibleKeys:
-        """What the last so many places of the new ones see; they are last among the keys, too."""
+        """The part for the last so many new places, which are also the last keys."""
         if self.is_packed:
             got = f"the last {num_queries} tokens of a row of several sequences"
             raise InvalidInput("attention_mask", got=got, expected="all of them")
@@ -275,7 +275,7 @@ def _content(value: object) -> Hashable:
         cells = value.__closure__ or ()
         return value.__code__, tuple(_content(cell.cell_contents) for cell in cells)
     if isinstance(value, tuple | list):
-        return tuple(_content(each) for each in value)
+        return tuple(_content(item) for item in value)
     if isinstance(value, torch.Tensor):
         # The left padding of chunked attention
         if value.ndim == 1 and not value.any():

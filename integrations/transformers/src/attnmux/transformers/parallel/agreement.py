@@ -1,4 +1,4 @@
-"""What the ranks of one model agree on: the decision, and every step."""
+"""Agreement of the ranks of one model: on the decision, and on every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decided(
 ) -> tuple[Decision, ...]:
     """Rank 0's decisions, which hold on every rank.
 
-    Raises on every rank what `decide` raises on rank 0, and RanksDiffer where a decision does not
+    Raises on every rank what `decide` raises on rank 0, and RanksDiffer if a decision does not
     hold on a rank, such as one with another kind of device.
     """
     told, failure = "", None
@@ -41,23 +41,23 @@ def decided(
     read = json.loads(group.tell(told))
     if isinstance(read, dict):
         raise failure or _error_of(**read)
-    decisions = tuple(Decision.from_json(each) for each in read)
+    decisions = tuple(Decision.from_json(text) for text in read)
     problems = []
     for decision in decisions:
         try:
             decision.check(platform, offers)
         except InvalidInput as error:
             problems.append(str(error.got))
-    said = group.exchange("; ".join(problems))
-    if any(said):
+    answers = group.exchange("; ".join(problems))
+    if any(answers):
         name = decisions[0].hash[:12]
-        by_rank = [each or f"decision {name} holds" for each in said]
+        by_rank = [difference or f"decision {name} holds" for difference in answers]
         raise RanksDiffer("the decision", by_rank=by_rank)
     return decisions
 
 
 def _error_of(kind: str, said: str) -> AttnmuxError:
-    """The error of rank 0, of its class where a message alone makes one."""
+    """The error of rank 0, of its class if a message alone makes one."""
     return NoBackend(said) if kind == NoBackend.__name__ else AttnmuxError(said)
 
 
@@ -91,27 +91,27 @@ class Companions:
 
 
 def together(group: RankGroup, make: Callable[[], T]) -> T:
-    """What `make` returns, if it succeeds on every rank.
+    """The result of `make`, if it succeeds on every rank.
 
     Raises BackendFailed on all ranks for a backend that failed on one, so that all of them go on to
     the same next candidate; any other error on its rank, and AttnmuxError with it on the others.
     """
-    made, failure = None, None
+    result, failure = None, None
     try:
-        made = make()
+        result = make()
     except RankFailed:
         raise
     except Exception as error:  # libraries and compilers raise anything
         failure = error
     backend = failure.address if isinstance(failure, BackendFailed) else ""
     reason = failure.reason if isinstance(failure, BackendFailed) else ""
-    said = group.exchange(
+    texts = group.exchange(
         json.dumps([backend, reason or (AttnmuxError.in_brief(failure) if failure else "")])
     )
-    found = {rank: json.loads(each) for rank, each in enumerate(said)}
-    failed = {rank: each for rank, each in found.items() if each[1]}
+    answers = {rank: json.loads(text) for rank, text in enumerate(texts)}
+    failed = {rank: answer for rank, answer in answers.items() if answer[1]}
     if not failed:
-        return cast("T", made)
+        return cast("T", result)
     if failure is not None and not backend:
         raise failure
     rank, (address, why) = next(iter(failed.items()))
@@ -124,10 +124,10 @@ def check_step(group: RankGroup, kind: str, requests: Sequence[Sequence[int]]) -
     """Check that all ranks run the same step on the same tokens.
 
     kind: of the step. requests: numbers of each request, such as its id and its tokens.
-    Raises RanksDiffer on every rank where they differ, and RankFailed without an answer.
+    Raises RanksDiffer on every rank if they differ, and RankFailed without an answer.
     """
-    said = f"{kind} of {[list(each) for each in requests]}"
-    digests = group.exchange_numbers([zlib.crc32(said.encode())])
+    description = f"{kind} of {[list(each) for each in requests]}"
+    digests = group.exchange_numbers([zlib.crc32(description.encode())])
     if len({digest for (digest,) in digests}) > 1:
-        by_rank = group.exchange(said)
+        by_rank = group.exchange(description)
         raise RanksDiffer("the step", by_rank=by_rank, hint="give each rank the same requests")

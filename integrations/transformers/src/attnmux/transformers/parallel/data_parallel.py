@@ -67,14 +67,14 @@ class WholeHeads(GroupBuilds):
 
 
 class AgreedSteps(GroupSteps):
-    """Steps that differ, of which the ranks agree on the sizes."""
+    """Steps that differ; the ranks agree on their sizes."""
 
     def __init__(self, group: RankGroup, joints: TokenJoints) -> None:
         super().__init__(group)
         self._joints = joints
 
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
-        """Do nothing: `graph_size` agrees on what steps have in common."""
+        """Do nothing: `graph_size` agrees on the steps' common size."""
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
         return self._agreed(batch, graphs).size
@@ -123,9 +123,9 @@ class TokenJoints(Joints):
         for name, style in names:
             if style not in WHOLE:
                 sides[_parent(name)] |= {side for side in ("col", "row") if side in style}
-        split = {each for each, found in sides.items() if len(found) == 2}
+        split = {layer for layer, side in sides.items() if len(side) == 2}
         # Modules of attention find their part of a cache by this attribute
-        split = {each for each in split if not hasattr(model.get_submodule(each), "layer_idx")}
+        split = {layer for layer in split if not hasattr(model.get_submodule(layer), "layer_idx")}
         if not split:
             got = f"{type(model).__name__}, whose tp_plan splits only attention"
             expected = "a model whose other layers can be split"
@@ -163,8 +163,8 @@ class TokenJoints(Joints):
     def _gather(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {name: self._of_all(module, value) for name, value in kwargs.items()}
-        return tuple(self._of_all(module, value) for value in args), given
+        gathered = {name: self._of_all(module, value) for name, value in kwargs.items()}
+        return tuple(self._of_all(module, value) for value in args), gathered
 
     def _of_all(self, module: torch.nn.Module, value: Any) -> Any:  # noqa: ANN401  # any argument
         if not isinstance(value, torch.Tensor):

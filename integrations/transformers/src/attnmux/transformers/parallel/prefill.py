@@ -128,7 +128,7 @@ class PartBuilds(GroupBuilds):
 
 
 class ZigzagSteps(GroupSteps):
-    """Steps with a long prompt, of which each rank runs a part."""
+    """Steps with a long prompt; each rank runs a part."""
 
     def __init__(self, group: RankGroup, least_tokens: int) -> None:
         super().__init__(group)

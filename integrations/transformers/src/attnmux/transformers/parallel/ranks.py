@@ -49,7 +49,7 @@ from attnmux.transformers.requests.slots import PagedAllocator
 from attnmux.transformers.run.ranks import Builds, Deals, Ranks, Synchronises
 
 LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
-"""Distributions that ranks have in common, besides those of plugins."""
+"""Distributions that ranks have in common, in addition to those of plugins."""
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class GroupBuilds(Builds):
         return together(self.group, make)
 
     def smallest(self, number: int) -> int:
-        return min(each for (each,) in self.group.exchange_numbers([number]))
+        return min(count for (count,) in self.group.exchange_numbers([number]))
 
 
 class GroupSteps(Synchronises):
@@ -244,7 +244,7 @@ class InterleavedBuilds(SplitBuilds):
 
 
 def check_whole_keys(request: Request, ranks: str) -> None:
-    """Raise InvalidInput for decoding over chosen pages. ranks: what they are called."""
+    """Raise InvalidInput for decoding over chosen pages. ranks: their name in the message."""
     if request.sparse is not None or request.sparse_budget is not None:
         expected = f"None with {ranks}: pages are chosen on one device, of all keys of a head"
         raise InvalidInput("sparse", got=request.sparse, expected=expected)

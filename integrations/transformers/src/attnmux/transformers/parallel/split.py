@@ -72,7 +72,7 @@ class Joints:
 def split_model(model: PreTrainedModel, joints: Joints) -> None:
     """Keep this rank's part of the weights, and have the ranks meet at the joints.
 
-    Heads are split in order. Where there are fewer KV heads than ranks, ranks in succession hold
+    Heads are split in order. If there are fewer KV heads than ranks, ranks in succession hold
     the same one; each layer counts its own. Each rank keeps a vision tower whole. Raises
     InvalidInput for a model without a plan, a style that is not known, and heads or dims that the
     ranks do not divide. Then the model is of no use.
@@ -88,7 +88,7 @@ def split_model(model: PreTrainedModel, joints: Joints) -> None:
 
 
 def heads_are_split(config: PreTrainedConfig) -> bool:
-    """Whether each rank has a part of the query heads. Some plans keep all of them on each, where
+    """Whether each rank has a part of the query heads. Some plans keep all of them on each, if
     the projections of Q, K and V are one."""
     text = config.get_text_config(decoder=True)
     plan = getattr(text, "base_model_tp_plan", None) or {}
@@ -107,8 +107,8 @@ def plan_of(model: PreTrainedModel) -> Mapping[str, str]:
         if hasattr(module, "kv_b_proj") and not any(
             re.fullmatch(_pattern(key), f"{name}.kv_b_proj") for key in plan
         ):
-            own = {last for last, _ in module.named_children()}
-            plan |= {f"{name}.{last}": style for last, style in LATENT.items() if last in own}
+            children = {last for last, _ in module.named_children()}
+            plan |= {f"{name}.{last}": style for last, style in LATENT.items() if last in children}
     return plan
 
 
@@ -125,7 +125,9 @@ def _matches(model: PreTrainedModel, plan: Mapping[str, str]) -> list[tuple[str,
             if parameter not in whole
         ),
     ]
-    return [(name, style) for name in names for each, style in patterns if each.fullmatch(name)]
+    return [
+        (name, style) for name in names for pattern, style in patterns if pattern.fullmatch(name)
+    ]
 
 
 def _pattern(key: str) -> str:
@@ -133,7 +135,7 @@ def _pattern(key: str) -> str:
 
 
 def _head_dim(owner: torch.nn.Module, projection: str) -> int | None:
-    """Dims of a KV head; None where the owner does not state them, and in other projections."""
+    """Dims of a KV head; None if the owner does not state them, and in other projections."""
     stated = (getattr(owner, name, None) for name in KV.get(projection, ()))
     return next((dim for dim in stated if isinstance(dim, int)), None)
 
@@ -193,8 +195,8 @@ def _part(values: torch.Tensor, style: str, group: RankGroup, name: str) -> torc
     if size % (packed * group.size):
         expected = f"a multiple of {packed * group.size}, for {group.size} ranks"
         raise InvalidInput(name, got=f"{size} {'rows' if dim else 'outputs'}", expected=expected)
-    each = size // packed // group.size
-    halves = [half.narrow(dim, group.rank * each, each) for half in values.chunk(packed, dim)]
+    share = size // packed // group.size
+    halves = [half.narrow(dim, group.rank * share, share) for half in values.chunk(packed, dim)]
     return _parameter(torch.cat(halves, dim))
 
 
@@ -206,10 +208,10 @@ def _keep_head(
         expected = f"a divisor of {group.size} ranks, or a multiple"
         raise InvalidInput(name, got=f"{heads} KV heads", expected=expected)
     first = group.rank * heads // group.size * head_dim
-    for each in ("weight", "bias"):
-        values = getattr(module, each, None)
+    for kind in ("weight", "bias"):
+        values = getattr(module, kind, None)
         if values is not None:
-            setattr(module, each, _parameter(values[first : first + head_dim]))
+            setattr(module, kind, _parameter(values[first : first + head_dim]))
 
 
 def _parameter(values: torch.Tensor) -> torch.nn.Parameter:
@@ -239,5 +241,5 @@ class _TakePart(_Sum):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:  # type: ignore[override]  # noqa: ANN401  # as torch calls it
         whole = args[0]
-        each = whole.shape[-1] // self._group.size
-        return (whole.narrow(-1, self._group.rank * each, each), *args[1:])
+        share = whole.shape[-1] // self._group.size
+        return (whole.narrow(-1, self._group.rank * share, share), *args[1:])

@@ -6,7 +6,7 @@ that letter's value, then the end of the sequence; no other pair in the prompt h
 
     ah k417,wv rqe a90.p B3316 uo ?a  →  90
 
-A model that misses the KV page of the pair asked for, or reads the prompt under a mask that is not
+A model that misses the KV page of the wanted pair, or reads the prompt under a mask that is not
 causal, seldom gives that answer. Ask several prompts: a single lost KV slot can go unnoticed, since
 the slots of the pair's other bytes carry it too.
 """
@@ -43,9 +43,9 @@ def max_pairs(length: int) -> int:
 def make_prompt(rng: random.Random, length: int, *, pairs: int | None = None) -> tuple[str, str]:
     """Draw a prompt of exactly ``length`` bytes (all ASCII) and its right answer.
 
-    The pairs lie at random places and each is equally likely to be asked for, so the depth of the
-    answer is about uniform over the prompt. ``pairs`` defaults to a number between half of
-    ``max_pairs(length)`` and all of it.
+    The pairs are at random places, and the question is about each with the same probability. So the
+    depth of the answer is about uniform over the prompt. ``pairs`` defaults to a number between
+    half of ``max_pairs(length)`` and all of it.
 
     Raises:
         ValueError: ``length`` is too short for one pair, or ``pairs`` is not in

@@ -168,7 +168,7 @@ def positions_of(
     states: Sequence[SequenceState], starts: Sequence[int], ends: Sequence[int]
 ) -> torch.Tensor | None:
     """[3, T] int64 on the host: multimodal rotary positions of each request's tokens from start to
-    end; None where they are the tokens' places."""
+    end; None if they are the tokens' places."""
     if all(state.images is None or state.images.positions is None for state in states):
         return None
     parts = []
@@ -192,7 +192,7 @@ def mask_of(
 ) -> SpecInput | None:
     """The custom mask of a step with spans whose tokens see each other; None without any.
 
-    It replaces causality: a token sees what is before it, itself and its span.
+    It replaces causality: a token sees the tokens before it, itself and its span.
     """
     reaches = [
         _reach(state, start, end) for state, start, end in zip(states, starts, ends, strict=True)

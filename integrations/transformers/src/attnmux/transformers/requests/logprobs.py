@@ -16,7 +16,7 @@ class TokenLogprobs(NamedTuple):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens with theirs, the likeliest first; as many as the request asked for."""
+    """The likeliest tokens with theirs, the likeliest first; as many as the request wants."""
 
 
 class Logprobs:
@@ -26,9 +26,9 @@ class Logprobs:
         """logits: [B, vocabulary]. tokens: [B] int64, what each row yields. most: likeliest tokens
         of a row."""
         rows = logits.float().log_softmax(dim=-1)
-        own = rows.gather(1, tokens.clamp(min=0).unsqueeze(1))
+        of_tokens = rows.gather(1, tokens.clamp(min=0).unsqueeze(1))
         top, ids = rows.topk(min(most, rows.shape[1]), dim=-1)
-        self._values = torch.cat([own, top], dim=1).to("cpu", non_blocking=True)
+        self._values = torch.cat([of_tokens, top], dim=1).to("cpu", non_blocking=True)
         self._ids = ids.to("cpu", non_blocking=True)
 
     @classmethod
@@ -36,11 +36,13 @@ class Logprobs:
         cls, samplers: Sequence[Sampler], logits: torch.Tensor, tokens: torch.Tensor
     ) -> Logprobs | None:
         """None if no request asks for any. samplers: of the first rows."""
-        asked = [one.params.logprobs for one in samplers if one.params.logprobs is not None]
-        return cls(logits, tokens, max(asked)) if asked else None
+        counts = [
+            sampler.params.logprobs for sampler in samplers if sampler.params.logprobs is not None
+        ]
+        return cls(logits, tokens, max(counts)) if counts else None
 
     def of(self, row: int, token: int, most: int) -> TokenLogprobs:
         """A row's token, once the device has run the step."""
-        own, *top = self._values[row].tolist()
+        logprob, *top = self._values[row].tolist()
         ids = self._ids[row].tolist()
-        return TokenLogprobs(token, own, tuple(zip(ids[:most], top[:most], strict=True)))
+        return TokenLogprobs(token, logprob, tuple(zip(ids[:most], top[:most], strict=True)))

@@ -33,11 +33,11 @@ from attnmux.transformers.requests.slots import (
 )
 
 WINDOW_STEP_TOKENS = 2048
-"""Prompt tokens of a step for which a window pool has room besides the requests' windows."""
+"""Prompt tokens of a step for which a window pool has room in addition to the requests' windows."""
 
 WINDOW_SHARE = 16
-"""A window pool has room for this part of the full pool's tokens besides the requests' windows:
-for longer steps, and for windows at the ends of cached prefixes."""
+"""A window pool has room for this part of the full pool's tokens in addition to the requests'
+windows: for longer steps, and for windows at the ends of cached prefixes."""
 
 SLOT_MAP_BYTES = 12
 """Bytes that a window pool's map takes for each token of the full pool."""
@@ -92,25 +92,25 @@ def pool_sizes(
     The window pool holds the windows of `max_batch_size` requests, and in addition
     `window_step_tokens`, or `WINDOW_SHARE` of the full pool if that is more. There is none if
     `window_step_tokens` is None, or if it would be no smaller than the full pool.
-    more_bytes: what a token takes besides its K and V, of which the second part is kept as long as
-    K and V of layers with windows.
+    more_bytes: bytes of a token in addition to K and V, in two parts. The second part is kept as
+    long as K and V of layers with windows.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted for too few bytes.
     """
     page_size = decision.page_size
     token_bytes = bytes_per_token(layers, decision) + sum(more_bytes)
     limits = [] if max_tokens is None else [max_tokens]
-    one = limits + ([] if nbytes is None else [tokens_in_budget(nbytes, token_bytes, page_size)])
-    sizes = PoolSizes(full=min(one), one_pool=min(one))
+    bounds = limits + ([] if nbytes is None else [tokens_in_budget(nbytes, token_bytes, page_size)])
+    sizes = PoolSizes(full=min(bounds), one_pool=min(bounds))
     span = span_of(layers)
     if span is None or window_step_tokens is None or sizes.full <= page_size:
         return sizes
-    own, step_tokens = max_batch_size * span.tokens_each(page_size), window_step_tokens
+    window_tokens, step_tokens = max_batch_size * span.tokens_each(page_size), window_step_tokens
 
     def swa_tokens(full: int) -> int:
-        tokens = own + max(full // WINDOW_SHARE, step_tokens)
+        tokens = window_tokens + max(full // WINDOW_SHARE, step_tokens)
         return min(-(-tokens // page_size) * page_size, full)
 
-    windowed = [each for each in layers if _is_windowed(each)]
+    windowed = [layer for layer in layers if _is_windowed(layer)]
     swa_bytes = bytes_per_token(windowed, decision) + more_bytes[1]
     full_bytes = token_bytes - swa_bytes + SLOT_MAP_BYTES
     if nbytes is not None:
@@ -163,7 +163,7 @@ def make_pools(
 ) -> tuple[KVPool, PagedAllocator, WindowPrefixTree | None]:
     """The pools of these sizes, their allocator, and the prefix tree that window pools need.
 
-    The tree is a `WindowStatePrefixTree` where states are kept. Raises as `make_pool` does.
+    The tree is a `WindowStatePrefixTree` if states are kept. Raises as `make_pool` does.
     """
     span = span_of(layers)
     if sizes.swa is None or span is None:
@@ -189,14 +189,16 @@ def make_pool(
 ) -> KVPool:
     """A pool for `size` tokens, in whole pages and the KV dtype of the decision.
 
-    It is an MLA pool for latent layers, else one of K and V; where heads, dims or KV dtype differ,
+    It is an MLA pool for latent layers, else one of K and V; if heads, dims or KV dtype differ,
     it joins a pool for each. Every layer has a buffer of `size` tokens, also in an encoder-decoder
     model, where a layer uses only one kind of token.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted when the memory
     does not suffice.
     """
     pools = [
-        _pool_like(alike[0], [each.layer_id for each in alike], decision, size=size, device=device)
+        _pool_like(
+            alike[0], [layer.layer_id for layer in alike], decision, size=size, device=device
+        )
         for alike in by_shape(layers, *STORED)
     ]
     return pools[0] if len(pools) == 1 else JoinedKVPool(pools)

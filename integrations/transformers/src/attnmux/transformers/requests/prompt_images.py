@@ -15,7 +15,7 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptImages:
-    """What the decoder takes from a prompt's images, instead of the placeholders' embeddings."""
+    """The decoder's inputs for a prompt's images, instead of the placeholders' embeddings."""
 
     token_ids: tuple[int, ...]
     """The prompt, placeholders included: P tokens."""
@@ -27,15 +27,15 @@ class PromptImages:
     """The prompt for a prefix tree: each placeholder is a negative number that depends on its
     image, so that no other image matches it."""
     positions: torch.Tensor | None = None
-    """[3, P] int64 on the host: multimodal rotary positions; None where they are the places."""
+    """[3, P] int64 on the host: multimodal rotary positions; None if they are the places."""
     delta: int = 0
-    """What a token after the prompt adds to its place to get its position."""
+    """Added to the place of a token after the prompt, it gives the token's position."""
     spans: tuple[tuple[int, int], ...] = ()
     """Begin and end of the parts whose tokens see each other, whatever their order; in order."""
 
     def chunk_end(self, start: int, end: int) -> int:
         """The last place up to `end` where a step of tokens from `start` may end: never inside a
-        span. It is `start` where the span that begins there, or goes on there, is longer."""
+        span. It is `start` if the span that begins there, or goes on there, is longer."""
         for begin, stop in self.spans:
             if begin < end < stop:
                 return max(begin, start)
@@ -75,9 +75,9 @@ def keys_of(
 ) -> tuple[int, ...]:
     """`PromptImages.keys`. inputs: everything that the vision tower reads.
 
-    Each run of placeholders depends on its own image, where the inputs show which that is; else on
-    all images of the prompt. It also depends on its positions, and on which of its tokens see each
-    other, since a model may take both from what its caller says of the tokens.
+    Each run of placeholders depends on its own image, if the inputs show which that is; else on all
+    images of the prompt. It also depends on its positions, and on which of its tokens see each
+    other, since a model may take both from its caller's arguments.
     """
     runs, keys = runs_of(places), list(token_ids)
     parts = _by_image(inputs, len(runs))
@@ -98,8 +98,8 @@ def _by_image(inputs: Mapping[str, torch.Tensor], num_runs: int) -> list[list[to
         sizes = grid.prod(-1).tolist()
         if pixels is not None and len(sizes) == num_runs and sum(sizes) == pixels.shape[0]:
             return [list(pair) for pair in zip(torch.split(pixels, sizes), grid, strict=True)]
-    elif all(each.shape[:1] == (num_runs,) for each in whole):
-        return [[each[image] for each in whole] for image in range(num_runs)]
+    elif all(tensor.shape[:1] == (num_runs,) for tensor in whole):
+        return [[tensor[image] for tensor in whole] for image in range(num_runs)]
     return [whole] * num_runs
 
 
@@ -133,8 +133,8 @@ def check_images(images: object, width: int) -> None:
 def check_prompt_images(
     token_ids: Sequence[int], images: PromptImages, prefill_tokens: int
 ) -> None:
-    """Raise InvalidInput for images of another prompt, and for one of which a step cannot run all
-    tokens that see each other. prefill_tokens: prompt tokens of a step."""
+    """Raise InvalidInput for images of another prompt, and for an image whose tokens see each other
+    and do not fit one step. prefill_tokens: prompt tokens of a step."""
     if tuple(token_ids) != images.token_ids:
         raise InvalidInput(
             "images", got="those of another prompt", expected="token_ids as in images.token_ids"

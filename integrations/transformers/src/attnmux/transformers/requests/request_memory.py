@@ -17,7 +17,7 @@ from attnmux.transformers.requests.slots import PagedAllocator
 
 
 class SlotStates(Protocol):
-    """What lies beside the K and V of tokens, a row a slot: a model's hidden states."""
+    """Rows next to the K and V of tokens, one a slot: a model's hidden states."""
 
     states: torch.Tensor
     """[slots, width]"""
@@ -173,7 +173,7 @@ class RequestMemory:
             columns[start : start + slots.shape[0]] = slots.to(columns.dtype)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what is cached in slots [n] int64 to others, all of them at once."""
+        """Copy cached slots [n] int64 to others, all of them at once."""
         if self.token_to_kv_pool is not None:
             self.token_to_kv_pool.move(sources, targets)
         if self.hidden is not None:

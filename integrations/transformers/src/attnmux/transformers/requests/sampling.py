@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 from attnmux.transformers.requests.sampling_params import SamplingParams
 
 NOT_A_NUMBER = -1
-"""Stands for a token where the logits are NaN or their largest is infinite."""
+"""Stands for a token if the logits are NaN or their largest is infinite."""
 
 
 class Draws(Protocol):
@@ -108,8 +108,9 @@ def sample(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
 
 
 def distributions(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
-    """[B, vocabulary] float32: what each row is drawn from. All weight is on the most likely token
-    of a row that is not drawn; rows whose largest logit is NaN or infinite are NaN.
+    """[B, vocabulary] float32: the distribution from which each row is drawn. All weight is on the
+    most likely token of a row that is not drawn; rows whose largest logit is NaN or infinite are
+    NaN.
 
     As `sample`, which draws from the same.
     """

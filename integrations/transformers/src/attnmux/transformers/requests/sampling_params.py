@@ -14,7 +14,8 @@ from attnmux.core import InvalidInput
 class SamplingParams:
     """How a request's tokens are drawn. The default is greedy.
 
-    Raises InvalidInput for a temperature below 0, a top_p outside (0, 1], and what is no number.
+    Raises InvalidInput for a temperature below 0, a top_p outside (0, 1], and values that are no
+    numbers.
     """
 
     temperature: float = 0.0

@@ -16,7 +16,7 @@ class SequenceState:
     """The tokens of one request, and how many of them have K and V in the cache."""
 
     token_ids: list[int]
-    """The prompt, then what was generated."""
+    """The prompt, then the generated tokens."""
     row: int | None = None
     """Row of the request table, from its first step to its release."""
     num_cached: int = 0
@@ -33,7 +33,7 @@ class SequenceState:
     encoder_cached: bool = False
     """Whether the row begins with the encoder's slots."""
     images: PromptImages | None = None
-    """What takes the place of the prompt's placeholders."""
+    """Replaces the prompt's placeholders."""
 
     @property
     def keys(self) -> list[int]:
@@ -44,7 +44,7 @@ class SequenceState:
 
     @property
     def position_delta(self) -> int:
-        """What a generated token adds to its place to get its position."""
+        """Added to the place of a generated token, it gives the token's position."""
         return 0 if self.images is None else self.images.delta
 
     @property
@@ -104,7 +104,7 @@ class Step:
     images: StepImages | None = None
     """The placeholders among the T tokens; None without any."""
     position_ids: torch.Tensor | None = None
-    """The positions that the model takes, [3, T] or [T] int64; None where they are the batch's
+    """The positions that the model takes, [3, T] or [T] int64; None if they are the batch's
     `positions`, which are places."""
 
     @classmethod
@@ -144,7 +144,7 @@ def check_encoder_states(
 ) -> None:
     """Raise InvalidInput for a request's encoder states that its steps could not read.
 
-    like: an empty tensor of their width and dtype, on their device; None where any will do.
+    like: an empty tensor of their width and dtype, on their device; None if any will do.
     Otherwise raises as `check_encoder_len` does.
     """
     if states is None:

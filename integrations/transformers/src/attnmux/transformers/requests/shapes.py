@@ -8,10 +8,10 @@ from typing import NoReturn
 from attnmux.core import InvalidInput, LayerSpec
 
 STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim", "kv_dtype")
-"""What a pool's layers have in common."""
+"""Fields that a pool's layers have in common."""
 
 SHAPE = (*STORED, "tp_q_head_num")
-"""What the layers of one backend have in common."""
+"""Fields that the layers of one backend have in common."""
 
 
 def by_shape(layers: Sequence[LayerSpec], *names: str) -> list[list[LayerSpec]]:

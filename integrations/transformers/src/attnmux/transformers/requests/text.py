@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from attnmux.core import InvalidInput
 
 UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no whole character."""
+"""Decoders write it for bytes that are no whole character."""
 
 
 CONTEXT = 8
@@ -26,7 +26,7 @@ LONGEST = 4
 def read_ids(name: str, token_ids: Iterable[SupportsIndex]) -> list[int]:
     """Token ids as Python's ints, whatever integers they are. Raises InvalidInput for others."""
     try:
-        return [index(one) for one in token_ids]
+        return [index(token_id) for token_id in token_ids]
     except TypeError as error:
         raise InvalidInput(name, got=f"{error}", expected="a list of token ids") from error
 
@@ -50,7 +50,7 @@ class TextStream:
     """Detokenises one request as it grows; the pieces joined are the whole text.
 
     Each piece is decoded together with the one before it, which begins and ends with a character:
-    a decoder that falls back to bytes gives up on all bytes of a run where one is cut off.
+    a decoder that falls back to bytes gives up on all bytes of a run if one is cut off.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """What is left: bytes that never became a whole character, as replacement characters."""
+        """The rest: bytes that never became a whole character, as replacement characters."""
         piece = self._new_text()
         self._advance()
         return piece

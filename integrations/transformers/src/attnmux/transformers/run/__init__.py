@@ -1,1 +1,1 @@
-"""A loaded model on its backend: capacity, one step, and what makes steps faster."""
+"""A loaded model on its backend: capacity, one step, graphs and compilation."""

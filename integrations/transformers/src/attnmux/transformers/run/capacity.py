@@ -65,7 +65,7 @@ class Capacity:
         return self.max_encoder_len + self.max_context_len
 
     def pool_tokens(self, page_size: int, ranks: Ranks) -> int | None:
-        """Tokens of a rank's pool, in whole pages; None where memory alone limits them."""
+        """Tokens of a rank's pool, in whole pages; None if memory alone limits them."""
         if self.max_total_tokens is None:
             return None
         # With tokens interleaved over ranks, each page of these may be filled in part
@@ -94,7 +94,7 @@ class RunnerMemory:
 def allocate(
     model: ServedModel, decision: Decision, capacity: Capacity, ranks: Ranks
 ) -> RunnerMemory:
-    """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
+    """The memory of a model for so much. Raises PoolExhausted if it does not suffice."""
     device, stored = model.module.device, ranks.building.stored(model.layers)
     for part in model.parts:
         stored = part.stored(stored)
@@ -107,14 +107,16 @@ def allocate(
         decision,
         max_tokens=capacity.pool_tokens(decision.page_size, ranks),
         nbytes=_kv_bytes(
-            decision, capacity, stored, states, ranks, sum(each.beside for each in taken), device
+            decision, capacity, stored, states, ranks, sum(cost.beside for cost in taken), device
         ),
         max_batch_size=capacity.max_batch_size,
         window_step_tokens=None if one_pool else capacity.window_step_tokens,
-        more_bytes=(sum(each.full for each in taken), sum(each.windowed for each in taken)),
+        more_bytes=(sum(cost.full for cost in taken), sum(cost.windowed for cost in taken)),
     )
-    own, allocator, window_tree = make_pools(stored, decision, sizes, device=device, states=states)
-    pool, allocator = ranks.building.shared_pool(own, allocator)
+    rank_pool, allocator, window_tree = make_pools(
+        stored, decision, sizes, device=device, states=states
+    )
+    pool, allocator = ranks.building.shared_pool(rank_pool, allocator)
     table = ReqToTokenPool(batch_size, capacity.columns, device)
     return RunnerMemory(
         sizes=sizes,
@@ -149,23 +151,23 @@ def _kv_bytes(
     beside: int,
     device: torch.device,
 ) -> int | None:
-    """What the budget leaves to the KV pool. A share is one of the memory after the states.
+    """The part of the budget for the KV pool. A share is one of the memory after the states.
 
-    beside: bytes of a token in its slot, besides K and V.
-    Raises PoolExhausted where the states leave nothing.
+    beside: bytes of a token in its slot, in addition to K and V.
+    Raises PoolExhausted if the states leave nothing.
     """
     memory, page_size = capacity.memory, decision.page_size
     if memory is None:
         return None
-    given, taken = memory.resolve(device), 0
+    budget, taken = memory.resolve(device), 0
     if states is not None and memory.nbytes is not None:
         taken = states.nbytes
-        if taken >= given:
+        if taken >= budget:
             what, hint = states.described
-            what += ", beside a KV pool, in bytes"
-            raise PoolExhausted(what, wanted=taken, available=given, hint=hint)
+            what += ", next to a KV pool, in bytes"
+            raise PoolExhausted(what, wanted=taken, available=budget, hint=hint)
     taken += _copies_bytes(decision, capacity, stored)
-    left = max(given - taken, 0)
+    left = max(budget - taken, 0)
     ours = bytes_per_token(stored, decision) * page_size
     theirs = _bounds_bytes(decision, stored) + beside * page_size
     left = left * ours // (ours + theirs)

@@ -46,7 +46,7 @@ class ShareProducts(CustomGraphPass):
     """A pass of Inductor that computes equal products once, which it does in training alone."""
 
     def __init__(self, products: frozenset[OpOverload] = frozenset()) -> None:
-        """products: ops of linear layers beside torch's own."""
+        """products: ops of linear layers, in addition to torch's own."""
         self._shared = products.union(SHARED)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -81,12 +81,12 @@ class MergedLinear(torch.nn.Module):
 
 
 def merge(layer: torch.nn.Module) -> None:
-    """Merge the projections of a layer where they are plain linear maps. Takes no memory: the
+    """Merge the projections of a layer if they are plain linear maps. Takes no memory: the
     original weights become parts of the merged ones."""
     for module in [*layer.modules()]:
         for names in TOGETHER:
-            found = [getattr(module, name, None) for name in names]
-            linears = [each for each in found if is_plain(each)]
+            members = [getattr(module, name, None) for name in names]
+            linears = [linear for linear in members if is_plain(linear)]
             if len(linears) == len(names) and _alike(linears):
                 _merge(module, dict(zip(names, linears, strict=True)))
 
@@ -101,10 +101,10 @@ def split(layer: torch.nn.Module) -> None:
 
 def _alike(linears: list[torch.nn.Linear]) -> bool:
     kinds = {
-        (each.in_features, each.weight.dtype, each.weight.device, each.bias is None)
-        for each in linears
+        (linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None)
+        for linear in linears
     }
-    hooked = any(each._forward_hooks or each._forward_pre_hooks for each in linears)
+    hooked = any(linear._forward_hooks or linear._forward_pre_hooks for linear in linears)
     return len(kinds) == 1 and not hooked
 
 
@@ -118,19 +118,19 @@ def _merge(module: torch.nn.Module, linears: dict[str, torch.nn.Linear]) -> None
 def _whole(linears: list[torch.nn.Linear]) -> torch.nn.Linear:
     """One linear layer for all, by the kernel that the first one calls."""
     first = linears[0]
-    size = sum(each.out_features for each in linears)
+    size = sum(linear.out_features for linear in linears)
     biased = first.bias is not None
     whole = torch.nn.Linear(first.in_features, size, bias=biased, device="meta")
-    whole.weight = _joined([each.weight for each in linears])
+    whole.weight = _joined([linear.weight for linear in linears])
     if biased:
-        whole.bias = _joined([each.bias for each in linears])
+        whole.bias = _joined([linear.bias for linear in linears])
     if isinstance(first, KernelLinear):
         multiply_by(first.kernel, whole)
     return whole
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.nn.Parameter:
-    """The rows of all parts, of which each part becomes a view.
+    """The rows of all parts; each part becomes a view of them.
 
     Parts that were joined before stay where they are, since device graphs may read them.
     """
@@ -194,7 +194,7 @@ def compile_model(runner: ModelOnBackend, backend: str) -> None:
 
 
 def check_compiles(model: ServedModel) -> None:
-    """Raise InvalidInput for a model whose layers no compiler takes as they are."""
+    """Raise InvalidInput for a model whose layers cannot be compiled unchanged."""
     for part in model.parts:
         if part.uncompiled is not None:
             got, expected = part.uncompiled

@@ -62,10 +62,10 @@ def by_rows(forward: Forward, rows: int, x: torch.Tensor) -> torch.Tensor:
 
 def one_by_one(forward: Forward, x: torch.Tensor) -> Any:  # noqa: ANN401  # what the module returns
     """`forward` of x [1, T, K], of one token at a time: a tensor, or a tuple of them."""
-    found = [forward(token) for token in torch.split(x, 1, dim=1)]
-    if isinstance(found[0], tuple):
-        return tuple(_joined(parts) for parts in zip(*found, strict=True))
-    return _joined(found)
+    results = [forward(token) for token in torch.split(x, 1, dim=1)]
+    if isinstance(results[0], tuple):
+        return tuple(_joined(parts) for parts in zip(*results, strict=True))
+    return _joined(results)
 
 
 def _joined(parts: Any) -> torch.Tensor:  # noqa: ANN401  # tensors

@@ -41,7 +41,7 @@ OF_PACKING = frozenset({*BOUNDS, "max_length_q", "max_length_k"})
 
 
 class Implementation:
-    """What transformers' registries hold: the attention function and the mask function."""
+    """The entries of transformers' registries: the attention function and the mask function."""
 
     def __init__(self) -> None:
         self.staged = StagedAttention()
@@ -89,8 +89,8 @@ class Implementation:
     ) -> tuple[torch.Tensor, None]:
         """[B, T, Hq, Dv] of query [B, Hq, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv].
 
-        Raises InvalidInput for whatever attention through attnmux cannot express, NoBackend where
-        no backend serves the layer.
+        Raises InvalidInput for arguments that attnmux cannot express, NoBackend if no backend
+        serves the layer.
         """
         if kwargs.get("read_index") is not None:
             return self._batching(module, query, key, value, **kwargs), None
@@ -115,13 +115,13 @@ class Implementation:
         _check_causal(module, is_causal)
         bounds = [kwargs.get(name) for name in BOUNDS]
         kwargs = {name: passed for name, passed in kwargs.items() if name not in OF_PACKING}
-        if any(each is not None for each in bounds):
+        if any(bound is not None for bound in bounds):
             queries, keys = (
                 one if one is not None else other for one, other in (bounds, bounds[::-1])
             )
             visible = visible.packed(self._lens_of(queries, keys))
-        told = Reach(sliding_window_size=window_of(sliding_window))
-        reach = visible.reach(told)
+        stated = Reach(sliding_window_size=window_of(sliding_window))
+        reach = visible.reach(stated)
         visible = visible.from_chunk(reach.attention_chunk_size)
         q = visible.pack_queries(query)
         k, v = visible.pack_keys(key), visible.pack_keys(value)

@@ -18,7 +18,7 @@ class LinearKernel(Protocol):
         which torch multiplies if it is None."""
 
     def rows(self, weight: torch.Tensor) -> range:
-        """The numbers of rows of x that it multiplies by a weight [N, K], where torch is slower."""
+        """The numbers of rows of x that it multiplies by a weight [N, K], if torch is slower."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -39,9 +39,9 @@ class KernelLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # A step calls this for each layer, and what it reads has left the caches while weights
         # came: parameters are not looked up as attributes, which takes a call of Python for each
-        own = self._parameters
-        weight: torch.Tensor = own["weight"]  # type: ignore[assignment]  # it has one
-        bias = own["bias"]
+        parameters = self._parameters
+        weight: torch.Tensor = parameters["weight"]  # type: ignore[assignment]  # it has one
+        bias = parameters["bias"]
         sees_ops = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
         product = self.kernel.op if sees_ops else self.kernel
         if (
@@ -70,7 +70,7 @@ def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
 
 
 def product_ops(model: torch.nn.Module) -> frozenset[OpOverload]:
-    """The ops that multiply in the model's compiled layers, beside torch's own."""
+    """The ops that multiply in the model's compiled layers, in addition to torch's own."""
     kernels = {layer.kernel for layer in model.modules() if isinstance(layer, KernelLinear)}
     return frozenset(kernel.op for kernel in kernels if kernel.op is not None)
 

@@ -66,7 +66,7 @@ class ModelOnBackend:
         """
         self.served = model
         self.model: PreTrainedModel | PackedDecoder = model.module
-        """What a step calls."""
+        """The module that a step calls."""
         forward = inspect.signature(self.model.forward)
         self._keeps_logits = "logits_to_keep" in forward.parameters
         self.is_compiled = False
@@ -102,14 +102,14 @@ class ModelOnBackend:
         self.verify_graphs: GraphRunner | None = None
         """Graphs of steps that verify drafts."""
         self.catch_up_graphs: GraphRunner | None = None
-        """Graphs of the steps in which a draft model reads what was accepted."""
+        """Graphs of the steps in which a draft model reads accepted tokens."""
 
     def part(self, kind: type[P]) -> P | None:
         """The model's part of a kind; None without one."""
         return part_of(self.served.parts, kind)
 
     def _make_linears(self) -> None:
-        """Kernels of a plugin serve some numbers of rows, where bits must not depend on them."""
+        """Kernels of a plugin serve some numbers of rows, if bits must not depend on them."""
         if self.is_deterministic:
             fix_rows(self.model, self.context.device)
             return
@@ -192,13 +192,14 @@ class ModelOnBackend:
         self.steps.reset()
 
     def features_after(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the model reads besides tokens that follow those in slots [n]: for an EAGLE head,
-        its own states of these."""
+        """The model's inputs in addition to the tokens that follow those in slots [n]: for an EAGLE
+        head, its own states of these."""
         hidden = self.steps.hidden
         return {"features": hidden.at(slots)} if hidden and self.served.head else {}
 
     def features_of(self, states: torch.Tensor) -> torch.Tensor:
-        """What an EAGLE head joins to tokens [n], of the target's hidden states before them.
+        """Features that an EAGLE head joins to tokens [n], from the target's hidden states before
+        them.
 
         Raises InvalidInput for states of another width than it reads, and for another model.
         """
@@ -271,9 +272,9 @@ class ModelOnBackend:
         return batch
 
     def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
-        """What the model takes in a step, besides what the batch has."""
-        given = {"encoder_states": step.encoder_states, "features": step.features}
-        inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
+        """The model's arguments in a step that the batch does not have."""
+        optional = {"encoder_states": step.encoder_states, "features": step.features}
+        inputs = {name: tensor for name, tensor in optional.items() if tensor is not None}
         for part in self.served.parts:
             inputs.update(part.inputs(step))
         return {"input_ids": step.input_ids, **inputs}
@@ -288,20 +289,20 @@ class ModelOnBackend:
 
         keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
         """
-        given = dict(inputs)
-        positions = given.pop("position_ids", batch.positions)
+        arguments = dict(inputs)
+        positions = arguments.pop("position_ids", batch.positions)
         for part in self.served.parts:
             positions = part.places(positions)
         # A compiler makes other code for tensors that begin elsewhere in their memory.
         positions = positions.clone() if self.is_compiled else positions
         tokens = "input_ids"
-        if "inputs_embeds" in given:
+        if "inputs_embeds" in arguments:
             tokens = "inputs_embeds"
-            del given["input_ids"]
-        given[tokens] = given[tokens].unsqueeze(0)
+            del arguments["input_ids"]
+        arguments[tokens] = arguments[tokens].unsqueeze(0)
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         model: Any = self.model
         logits: torch.Tensor = model(
-            position_ids=positions.unsqueeze(-2), use_cache=False, **given, **keeps
+            position_ids=positions.unsqueeze(-2), use_cache=False, **arguments, **keeps
         ).logits[0]
         return logits if keep is None or keeps else logits[keep]

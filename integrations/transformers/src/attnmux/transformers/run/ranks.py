@@ -47,7 +47,7 @@ class Deals:
         return [items[part :: self.num_parts] for part in range(self.num_parts)]
 
     def gather(self, said: T) -> list[T]:
-        """What the ranks of each part say. It is pickled."""
+        """The values of the ranks of each part. They are pickled."""
         return [said]
 
     def check_prompts(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:
@@ -73,7 +73,7 @@ class Builds:
         return 1
 
     def check_libraries(self, offers: Sequence[Offer]) -> None:
-        """Raise RanksDiffer where plugins or libraries of two ranks differ."""
+        """Raise RanksDiffer if plugins or libraries of two ranks differ."""
 
     def split(self, model: PreTrainedModel) -> None:
         """Keep this rank's part of the weights. Raises InvalidInput for a model that cannot be
@@ -101,7 +101,7 @@ class Builds:
         return own
 
     def together(self, make: Callable[[], T]) -> T:
-        """What `make` returns, if it succeeds on every rank."""
+        """The result of `make`, if it succeeds on every rank."""
         return make()
 
     def smallest(self, number: int) -> int:
@@ -117,7 +117,7 @@ class Builds:
         return tokens
 
     def shared_pool(self, own: KVPool, allocator: PagedAllocator) -> tuple[KVPool, PagedAllocator]:
-        """The pool and the allocator of all ranks' slots, of which `own` has this rank's."""
+        """The pool and the allocator of all ranks' slots; `own` has this rank's."""
         return own, allocator
 
     def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
@@ -139,16 +139,16 @@ class Synchronises:
         """Raise RanksDiffer unless every rank runs the same step of the same requests."""
 
     def begin(self, step: Step, indices: torch.Tensor) -> tuple[Step, torch.Tensor]:
-        """What this rank runs of a step, and the tokens whose logits it needs."""
+        """This rank's part of a step, and the tokens whose logits it needs."""
         return step, indices
 
     def end(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The logits that every rank goes on with, [num_rows, vocabulary], of what this one has."""
+        """The logits that every rank continues with, [num_rows, vocabulary], from this rank's."""
         return logits
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
         """Agree on a step before it runs. Returns the captured size that every rank replays; None
-        where they run eagerly."""
+        if they run eagerly."""
         return None if graphs is None else graphs.size_for(batch)
 
     def idle(self, graphs: GraphRunner | None, run_padding: Callable[[], object]) -> bool:
@@ -168,7 +168,7 @@ class Synchronises:
 
 
 class Ranks:
-    """The ranks that run one model, of which this process is one; a single one by default.
+    """The ranks that run one model. This process is one of them; by default there is no other.
 
     Those of several meet in each method of the three, which every rank calls.
     """

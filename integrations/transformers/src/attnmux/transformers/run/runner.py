@@ -1,4 +1,4 @@
-"""A model on its backend: pools, steps and logits, and what makes the steps faster."""
+"""A model on its backend: pools, steps and logits, graphs and compilation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from attnmux.transformers.run.model_on_backend import ModelOnBackend
 
 
 class ModelRunner(ModelOnBackend):
-    """Runs steps of a model, in compiled code and graphs where these are made, and reads what
-    requests bring besides tokens."""
+    """Runs steps of a model, in compiled code and graphs if these are made, and reads the requests'
+    other inputs, such as images."""
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the model's layers, and run a few steps so that their code is made now.
@@ -125,10 +125,10 @@ class ModelRunner(ModelOnBackend):
                 "encoder", got="inputs for an encoder", expected="none: the model has none"
             )
         longest = self.steps.max_encoder_len
-        for each in inputs:
-            check_inputs(each)
-            if "input_ids" in each:
-                ids = each["input_ids"].flatten().tolist()
+        for tensor in inputs:
+            check_inputs(tensor)
+            if "input_ids" in tensor:
+                ids = tensor["input_ids"].flatten().tolist()
                 check_prompt("encoder input_ids", ids, self.model.encoder_vocabulary, longest)
         states = self.model.encode(inputs)
         for rows in states:
@@ -138,9 +138,9 @@ class ModelRunner(ModelOnBackend):
     def read_images(self, inputs: Mapping[str, Any]) -> PromptImages:
         """The images of one prompt, for `Engine.add`: see `ImageReader.read`.
 
-        inputs: what the model's processor returns for a text and its images, in torch tensors.
-        Every rank calls it, with the same inputs. Raises InvalidInput for a runner that was not
-        made for images, and as `ImageReader.read`; RanksDiffer for other images on one rank.
+        inputs: the processor's result for a text and its images, in torch tensors. Every rank calls
+        it, with the same inputs. Raises InvalidInput for a runner that was not made for images, and
+        as `ImageReader.read`; RanksDiffer for other images on one rank.
         """
         images = self.part(ImageReader)
         if images is None:

@@ -1,4 +1,4 @@
-"""What a runner runs: a model, and what was found in it."""
+"""A model for a runner, with the parts that were found in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ServedModel:
     layers: Sequence[LayerSpec]
     """From `record_layers` or `record_decoder`, as its parts mark them."""
     parts: Sequence[ModelPart] = ()
-    """What it has besides attention over all keys, bound."""
+    """Features beyond attention over all keys, bound."""
 
     @property
     def linear(self) -> tuple[LinearLayerSpec, ...]:

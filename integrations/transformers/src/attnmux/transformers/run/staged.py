@@ -141,7 +141,7 @@ class StagedAttention:
     ) -> torch.Tensor:
         """[T, Hq, Dv]; see `StagedLayer.attend`.
 
-        Raises NoBackend where no backend serves the layer.
+        Raises NoBackend if no backend serves the layer.
         """
         if not call.q.shape[0]:
             return call.q.new_empty((0, call.q.shape[1], call.v.shape[2]))
@@ -149,7 +149,7 @@ class StagedAttention:
             return self._layer(module, call, reach, lens).attend(call, lens)
 
     def decision(self, module: torch.nn.Module) -> Decision | None:
-        """What was decided for a layer; None before its first call."""
+        """The decision for a layer; None before its first call."""
         staged = self._by_module.get(module)
         return None if staged is None else staged.decision
 

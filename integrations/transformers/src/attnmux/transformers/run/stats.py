@@ -128,16 +128,16 @@ class EngineStats:
             of_kind.parts[part] += seconds
 
     def add(self, other: EngineStats) -> None:
-        """Count what another rank did meanwhile."""
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+        """Count another rank's work."""
+        for counter in fields(self):
+            mine, theirs = getattr(self, counter.name), getattr(other, counter.name)
             if isinstance(mine, int):
-                setattr(self, each.name, mine + theirs)
+                setattr(self, counter.name, mine + theirs)
             else:
                 mine.add(theirs)
 
     def reset(self) -> None:
         """Count from zero."""
         fresh = EngineStats()
-        for each in fields(self):
-            setattr(self, each.name, getattr(fresh, each.name))
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(fresh, counter.name))

@@ -26,7 +26,7 @@ def clause(
     heads: Condition = _NATIVE,
     drafts: Condition = ANY,
 ) -> Clause:
-    """What the assembly serves on one architecture, in these phases."""
+    """The clause of the assembly for one architecture and these phases."""
     return Clause(
         vendor=one_of("amd"),
         arch=one_of(arch),

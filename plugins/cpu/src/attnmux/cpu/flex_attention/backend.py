@@ -112,7 +112,7 @@ class FlexAttentionBackend(AttentionBackend):
             for layer in self.context.layers:
                 for size in (1, tile_size(layer, self.context.device)):
                     fixed = self._fixed.setdefault(self._shared_by(layer, size, in_call=False), [])
-                    if not any(each.has_room(max_bs, max_num_tokens) for each in fixed):
+                    if not any(buffers.has_room(max_bs, max_num_tokens) for buffers in fixed):
                         fixed.append(
                             FixedPlan(
                                 self.context,

@@ -91,8 +91,8 @@ def make_tiles(lens: StepLens, num_tokens: int, size: int) -> Tiles:
 
 def _segment(starts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """The segment, of [B + 1] starts, that each place is in; the last one past the end."""
-    found = torch.searchsorted(starts[1:], places, right=True)
-    return found.clamp_(max=starts.shape[0] - 2)
+    segments = torch.searchsorted(starts[1:], places, right=True)
+    return segments.clamp_(max=starts.shape[0] - 2)
 
 
 def block_of_page(page_size: int) -> int:

@@ -114,7 +114,7 @@ class KernelInput:
 
 
 def check_reach(device: torch.device, elements: int, what: str) -> None:
-    """Refuse K or V of which a GPU's kernel would read other elements than it should.
+    """Refuse K or V if a GPU's kernel would read wrong elements of them.
 
     elements: from the first to the last. Inductor's templates (`load_checked_2d` in
     torch/_inductor/kernel/flex) multiply rows by strides in the index type of the tensors that the
@@ -176,7 +176,7 @@ def plain_tensors() -> Iterator[None]:
 def kernel(spec: KernelSpec) -> Kernel:
     """The compiled kernel. All backends of the process share it.
 
-    Raises BackendFailed where it does not compile.
+    Raises BackendFailed if it does not compile.
     """
     compiled = torch.compile(_function(spec), dynamic=False, fullgraph=True)
 
@@ -269,8 +269,8 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
                 return scaled
             query, of_head = row % tile_size, head * spec.group + row // tile_size
             # Without a mask a query sees itself last.
-            own = end[tile, query] - 1 if place is None else place[tile, query]
-            distance = columns[key // block] + key % block - own
+            position = end[tile, query] - 1 if place is None else place[tile, query]
+            distance = columns[key // block] + key % block - position
             if spec.biased:
                 return scaled + numbers[2 + of_head] * distance
             column = distance.clamp(-spec.reach, spec.relative - 1 - spec.reach) + spec.reach
@@ -307,24 +307,24 @@ def _tiny(
     spec: KernelSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KernelInput]:
     """The smallest arguments of the spec's shapes: two blocks of keys, and tiles that read none."""
-    made = functools.partial(torch.zeros, device=spec.device)
+    zeros = functools.partial(torch.zeros, device=spec.device)
     shape = (spec.num_tiles, spec.num_kv_heads, spec.rows, spec.qk_head_dim)
-    q = made(shape, dtype=spec.dtype)
-    k = made((2 * spec.block, spec.num_kv_heads, spec.qk_head_dim), dtype=spec.dtype)
+    q = zeros(shape, dtype=spec.dtype)
+    k = zeros((2 * spec.block, spec.num_kv_heads, spec.qk_head_dim), dtype=spec.dtype)
     v = k[..., : spec.v_head_dim]
     if not spec.latent:
-        v = made((2 * spec.block, spec.num_kv_heads, spec.v_head_dim), dtype=spec.dtype)
-    of_queries = functools.partial(made, (spec.num_tiles, spec.tile_size))
-    counts = made((spec.num_tiles, 1, 1), dtype=torch.int32)
+        v = zeros((2 * spec.block, spec.num_kv_heads, spec.v_head_dim), dtype=spec.dtype)
+    of_queries = functools.partial(zeros, (spec.num_tiles, spec.tile_size))
+    counts = zeros((spec.num_tiles, 1, 1), dtype=torch.int32)
 
     def lists() -> torch.Tensor:
-        memory = made(
+        memory = zeros(
             list_room(spec.device, spec.num_tiles, spec.listed, spec.capacity), dtype=torch.int32
         )
         return block_list(memory, spec.num_tiles, spec.listed, spec.capacity)
 
-    given = KernelInput(
-        columns=made(spec.capacity, dtype=torch.int32),
+    kernel_input = KernelInput(
+        columns=zeros(spec.capacity, dtype=torch.int32),
         first=of_queries(dtype=torch.int32),
         end=of_queries(dtype=torch.int32),
         place=of_queries(dtype=torch.int32) if spec.has_place else None,
@@ -336,11 +336,11 @@ def _tiny(
         if spec.has_items
         else None,
         mask=(
-            made(spec.mask_room, dtype=torch.bool),
+            zeros(spec.mask_room, dtype=torch.bool),
             of_queries(dtype=torch.int64),
             of_queries(dtype=torch.int32),
         )
         if spec.mask_room
         else None,
     )
-    return q, heads_first(k), heads_first(v), made(2 + spec.num_biases) + 1, given
+    return q, heads_first(k), heads_first(v), zeros(2 + spec.num_biases) + 1, kernel_input

@@ -105,11 +105,11 @@ def splits(device: torch.device) -> bool:
 
 def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> KernelSpec:
     """The kernel that serves a layer of the plan."""
-    given = plan.given
+    kernel_input = plan.given
     return KernelSpec(
-        device=given.first.device,
+        device=kernel_input.first.device,
         dtype=dtype,
-        num_tiles=given.first.shape[0],
+        num_tiles=kernel_input.first.shape[0],
         tile_size=plan.tile_size,
         group=layer.tp_q_head_num // layer.tp_k_head_num,
         num_kv_heads=layer.tp_k_head_num,
@@ -118,14 +118,14 @@ def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> K
         latent=layer.kind == "mla",
         block=plan.block,
         listed=plan.listed,
-        capacity=given.columns.shape[0],
-        has_items=given.hidden is not None,
-        mask_room=0 if given.mask is None else given.mask[0].shape[0],
-        split=given.whole is not None,
+        capacity=kernel_input.columns.shape[0],
+        has_items=kernel_input.hidden is not None,
+        mask_room=0 if kernel_input.mask is None else kernel_input.mask[0].shape[0],
+        split=kernel_input.whole is not None,
         capped=layer.logit_cap > 0,
         biased=layer.alibi_slopes is not None,
         relative=relative_columns(layer),
-        has_place=given.place is not None,
+        has_place=kernel_input.place is not None,
         lse=lse,
     )
 
@@ -251,22 +251,22 @@ class FixedPlan:
 
     def take(self, plan: Plan) -> Plan:
         """Copy a plan into the buffers and return the copy."""
-        given, count = plan.given, plan.given.first.shape[0]
+        kernel_input, count = plan.given, plan.given.first.shape[0]
         whole = num_whole = None
-        if given.whole is not None and given.num_whole is not None:
-            whole = self._list(1, given.whole)
-            num_whole = self._counts[1, :count].copy_(given.num_whole)
+        if kernel_input.whole is not None and kernel_input.num_whole is not None:
+            whole = self._list(1, kernel_input.whole)
+            num_whole = self._counts[1, :count].copy_(kernel_input.num_whole)
         return replace(
             plan,
             tokens=self._tokens[:count].copy_(plan.tokens.view(count, -1)).flatten(),
             places=self._places[: plan.places.shape[0]].copy_(plan.places),
             given=KernelInput(
-                columns=self._columns.copy_(given.columns),
-                first=self._first[:count].copy_(given.first),
-                end=self._end[:count].copy_(given.end),
+                columns=self._columns.copy_(kernel_input.columns),
+                first=self._first[:count].copy_(kernel_input.first),
+                end=self._end[:count].copy_(kernel_input.end),
                 place=None,
-                num_partial=self._counts[0, :count].copy_(given.num_partial),
-                partial=self._list(0, given.partial),
+                num_partial=self._counts[0, :count].copy_(kernel_input.num_partial),
+                partial=self._list(0, kernel_input.partial),
                 num_whole=num_whole,
                 whole=whole,
                 hidden=None,
@@ -276,11 +276,11 @@ class FixedPlan:
 
     def _list(self, which: int, blocks: torch.Tensor) -> torch.Tensor:
         count, listed = blocks.shape[0], self._listed
-        own = blocks.as_strided((count, listed), (listed, 1))
-        self._lists[which, : count * listed].view(count, listed).copy_(own)
+        rows = blocks.as_strided((count, listed), (listed, 1))
+        self._lists[which, : count * listed].view(count, listed).copy_(rows)
         return block_list(self._lists[which], count, listed, self._capacity)
 
 
 def first_of(fixed: Iterable[FixedPlan], batch: ForwardBatch) -> FixedPlan | None:
     """The first buffers that hold the step: the same ones at capture and at every replay."""
-    return next((each for each in fixed if each.holds(batch)), None)
+    return next((buffers for buffers in fixed if buffers.holds(batch)), None)

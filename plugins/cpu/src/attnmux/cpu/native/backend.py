@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 FIXED_SPLIT = 1024
-"""Keys of a part where `deterministic` is asked: the cuts must not follow the batch."""
+"""Keys of a part if `deterministic` is set: the cuts must not follow the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Ranges:
             num_requests=len(spans.start),
         )
         if visible.item is not None:
-            native.hidden_from, native.hidden_to = (each.data_ptr() for each in visible.item)
+            native.hidden_from, native.hidden_to = (tensor.data_ptr() for tensor in visible.item)
         if visible.mask is not None:
             native.mask = visible.mask.keep.data_ptr()
             native.mask_row = visible.mask.row.data_ptr()
@@ -71,7 +71,7 @@ class NativeBackend(AttentionBackend):
     def __init__(
         self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
     ) -> None:
-        """Raises BackendFailed where the kernels cannot be compiled, InvalidInput for pools and
+        """Raises BackendFailed if the kernels cannot be compiled, InvalidInput for pools and
         layers that they do not serve."""
         super().__init__(context, options)
         if context.device.type != "cpu":
@@ -164,14 +164,14 @@ class NativeBackend(AttentionBackend):
         """The step's ranges for a layer. The first of the layers that share them makes them."""
         if self._lens is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        found = self._rules.get((layer.layer_id, in_call))
-        if found is None or found[0] is not layer:
+        known = self._rules.get((layer.layer_id, in_call))
+        if known is None or known[0] is not layer:
             rule = KeyRule.of(layer, in_call=in_call)
             # The call's own k and v have no slots, so their group does not matter.
             group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
             number = self._numbers.setdefault((rule, group), len(self._numbers))
-            found = self._rules[layer.layer_id, in_call] = layer, rule, number
-        _, rule, number = found
+            known = self._rules[layer.layer_id, in_call] = layer, rule, number
+        _, rule, number = known
         ranges = self._ranges.get(number)
         if ranges is None:
             ranges = Ranges.of(rule, layer, batch, self._lens, self.context)

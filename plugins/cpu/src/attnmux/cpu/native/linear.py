@@ -22,7 +22,8 @@ EVERY = range(1, 1 << 31)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """What the kernels of a level multiply faster than torch: benchmarks/results/native-cpu.md."""
+    """Products that the kernels of a level compute faster than torch:
+    benchmarks/results/native-cpu.md."""
 
     unit: int
     """Values of a row that the kernel reads at a time: two vectors."""

@@ -59,11 +59,11 @@ class OneByOne:
     @classmethod
     def of(cls, call: LinearCall, shape: tuple[int, int]) -> OneByOne:
         """shape: (B, num)."""
-        q, k = (_by_value_head(each, call.layer) for each in (call.q, call.k))
+        q, k = (_by_value_head(tensor, call.layer) for tensor in (call.q, call.k))
         decay = call.g.exp() if call.g.dim() == 3 else call.g.exp().unsqueeze(-1)
         beta = None if call.beta is None else call.beta.float().unsqueeze(-1)
         q, k, v, decay = (
-            _by_request(each, shape) for each in (q, k, call.v.float(), decay.unsqueeze(-1))
+            _by_request(tensor, shape) for tensor in (q, k, call.v.float(), decay.unsqueeze(-1))
         )
         beta = None if beta is None else _by_request(beta, shape)
         return cls(layer=call.layer, q=q, k=k, v=v, decay=decay, beta=beta)
@@ -133,7 +133,7 @@ class TorchLinearBackend(LinearAttentionBackend):
         pool = self.states.state(layer.layer_id)
         chunks = step.chunks_of(CHANNEL_CHUNK if call.g.dim() == 3 else CHUNK)
         states = StatePool.read(pool, rows, step.tokens.fresh).float()
-        q, k = (_by_value_head(each, layer) for each in (call.q, call.k))
+        q, k = (_by_value_head(tensor, layer) for tensor in (call.q, call.k))
         out = run_chunks(
             chunks,
             chunks.cut(q),

@@ -29,7 +29,7 @@ class Chunks:
 
     size: int
     tokens: torch.Tensor
-    """[N, size] int64: the token at each place; 0 where there is none."""
+    """[N, size] int64: the token at each place; 0 if there is none."""
     filled: torch.Tensor
     """[N, size] bool: whether there is one."""
     order: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -59,7 +59,7 @@ class Chunks:
         )
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
-        """[N, heads, size, ...] float32 of values [T, heads, ...]: 0 where there is no token."""
+        """[N, heads, size, ...] float32 of values [T, heads, ...]: 0 if there is no token."""
         filled = self.filled.view(*self.filled.shape, *[1] * (values.dim() - 1))
         taken = torch.where(filled, values[self.tokens].float(), 0.0)
         return taken.transpose(1, 2)

@@ -114,7 +114,7 @@ def make_plan(
     work, keyless = _work(visible, spans, qo_indptr, size)
     keyless += range(visible.first.numel(), batch.num_tokens)
     # How products are rounded depends on the tile's shape, so no two requests share a tile.
-    groups = [[one] for one in work] if context.request.deterministic else _groups(work, size)
+    groups = [[tile] for tile in work] if context.request.deterministic else _groups(work, size)
     return Plan(
         tiles=tuple(_tile(group, size, slots) for group in groups),
         visibility=visible.to(context.device),

@@ -18,8 +18,8 @@ SOURCE = (
 
 
 def with_chunks(clauses: Iterable[Clause], pages: Iterable[int] = ()) -> Iterator[Clause]:
-    """The clauses, and what each of them serves of layers with attention chunks by a card's
-    `virtual_requests`. pages: page sizes of clauses that name none."""
+    """The clauses, and for a card with `virtual_requests` a clause for layers with attention chunks
+    for each. pages: page sizes of clauses that name none."""
     for clause in clauses:
         yield clause
         phases = [phase for phase in PHASES if clause.phase.admits(phase)]

@@ -70,7 +70,7 @@ FLASHINFER = BackendCard(
     verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22", cases=599),),
     sources={
         "attention_chunk": chunks.SOURCE,
-        "page_size": "as attention_chunk: the usual sizes, of which a chunk has whole pages",
+        "page_size": "as attention_chunk: the usual sizes that divide chunks",
         "version": 'README, "GPU Support": from 7.5 on; 7.5 has no bfloat16 and was not tried',
         "runtime": 'README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1',
         "dtype": "fp16 and bf16: no fp32 instances",
@@ -102,7 +102,7 @@ FLASHINFER = BackendCard(
             choices=("auto", "on", "off"),
             summary="in decode: auto from 4 query heads a KV head on, and with 8-bit KV",
         ),
-        workspace_bytes("scratch memory; 0: 256 MiB, or what the head counts and graphs need"),
+        workspace_bytes("scratch memory; 0: 256 MiB, or the need of the head counts and graphs"),
     ),
     priors=(
         Prior(

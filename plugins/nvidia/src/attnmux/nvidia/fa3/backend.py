@@ -1,6 +1,6 @@
 """FlashAttention 3 on Hopper, for K and V with heads.
 
-Where no request has a prefix, it reads K and V of the call: they are contiguous, which the kernels
+If no request has a prefix, it reads K and V of the call: they are contiguous, which the kernels
 load faster than pages.
 """
 

@@ -44,7 +44,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         caches = [layer.cache for layer in self._layers.values() if layer.cache is not None]
         self._groups = tuple(dict.fromkeys(cache.group for cache in caches))
         self._schedules: dict[FA3Schedule, list[int]] = {}
-        """The layers of each. Empty where keys are never split: a schedule would save nothing."""
+        """The layers of each. Empty if keys are never split: a schedule would save nothing."""
         for number, layer in self._layers.items():
             if layer.cache is not None and self._num_splits != 1:
                 self._schedules.setdefault(layer.cache.schedule, []).append(number)
@@ -84,9 +84,9 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
     def attend(
         self, call: AttentionCall, layer: FA3Layer, step: FA3Step, batch: ForwardBatch
     ) -> torch.Tensor:
-        own = None if batch.forward_mode.is_decode() else self.own_keys(call, layer, step)
-        if own is not None:
-            return self._over_own_keys(call, own, layer, step, batch)
+        keys = None if batch.forward_mode.is_decode() else self.own_keys(call, layer, step)
+        if keys is not None:
+            return self._over_own_keys(call, keys, layer, step, batch)
         if layer.cache is None:
             raise call.layer.not_in_pool()
         if step.tables.is_tree:
@@ -96,14 +96,14 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
     def _over_pool(
         self, call: AttentionCall, layer: FA3Layer, cache: FA3Cache, step: FA3Step
     ) -> torch.Tensor:
-        tables, each = step.tables, step.tables.queries_each
+        tables, queries = step.tables, step.tables.queries_each
         q, qv, out = self._operands(call, layer)
         arguments: dict[str, Any] = {}
-        if each is None:
+        if queries is None:
             arguments["cu_seqlens_q"] = tables.query_bounds(q.device)
             arguments["max_seqlen_q"] = tables.max_seqlen_q
         else:
-            q, qv, out = by_request(q, each), by_request(qv, each), by_request(out, each)
+            q, qv, out = by_request(q, queries), by_request(qv, queries), by_request(out, queries)
         result = self._call(
             cache.pages,
             tables.keys[cache.group],
@@ -117,7 +117,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         )
         if call.lse is not None:
             result, lse, *_ = result
-            _store_lse(lse, call, each)
+            _store_lse(lse, call, queries)
         if out is not None and call.out is not None:
             return call.out
         attended: torch.Tensor = result.flatten(0, -3)
@@ -197,7 +197,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
     def _operands(
         self, call: AttentionCall, layer: FA3Layer
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """`q`, `qv` and, where the kernels can write to it, the caller's `out`."""
+        """`q`, `qv` and, if the kernels can write to it, the caller's `out`."""
         (q, qv), out = self.queries(call), call.out
         is_quantised = layer.descales is not None
         if is_quantised:

@@ -4,9 +4,8 @@ Q is [T, Hq, 3 * D]. A token meets the keys of its own chunk, causally, with the
 the chunk before with the second, and all before that with the third. The model rotates K and the
 queries, and scales them by their places.
 
-LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm; causality counts
-from the end of the keys, where a piece's queries end too; a piece without keys has output 0 and LSE
--inf.
+LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm; causality counts from the end of the
+keys, where a piece's queries end too; a piece without keys has output 0 and LSE -inf.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PLAIN = {
 """The value of each feature without it: a layer with dual chunks has no other feature."""
 
 Buffers = dict[ChunkGroup, tuple[Keys, ...]]
-"""What graphs replay with: the keys of each query."""
+"""The keys of each query, fixed tensors that graphs replay with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +88,12 @@ class DualChunkBackend(LibraryBackend[DualChunkKernels, DualChunkLayer, DualChun
 
     def prepare_layer(self, layer: LayerSpec) -> DualChunkLayer:
         _check_layer(layer)
-        pool, asked = self.context.token_to_kv_pool, self.context.request.dtype
+        pool, dtype = self.context.token_to_kv_pool, self.context.request.dtype
         if layer.layer_id not in pool.layer_ids:
             return DualChunkLayer()
-        if asked is not None and pool.dtype != torch_dtype(asked):
+        if dtype is not None and pool.dtype != torch_dtype(dtype):
             raise InvalidInput(
-                "token_to_kv_pool", got=pool.dtype, expected=f"{asked}, as the queries are"
+                "token_to_kv_pool", got=pool.dtype, expected=f"{dtype}, as the queries are"
             )
         group = ChunkGroup.of(layer, self.context)
         kv = self.context.kv_pages(layer, group.keys.page_size)

@@ -22,10 +22,10 @@ def regions_of(pieces: Pieces) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """(start, length), [P] int32 each, of the keys that each query meets: those of its own
     chunk, of the chunk before, and all before that."""
     before = (pieces.chunks - 1).clamp_(min=0) * pieces.chunk_len
-    own = pieces.chunks * pieces.chunk_len
+    starts = pieces.chunks * pieces.chunk_len
     return (
-        (own, pieces.ends - own),
-        (before, own - before),
+        (starts, pieces.ends - starts),
+        (before, starts - before),
         (torch.zeros_like(before), before),
     )
 
@@ -46,7 +46,7 @@ class ChunkGroup:
 
     chunk_len: int
     keys: KeyGroup
-    """Its pages have one token where a chunk may begin in mid-page: then tables name slots."""
+    """Its pages have one token if a chunk may begin in mid-page: then tables name slots."""
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext) -> ChunkGroup:
@@ -119,7 +119,7 @@ def regions_in_call(batch: ForwardBatch, chunk_len: int) -> Regions:
 def fixed_regions(
     group: ChunkGroup, max_batch_size: int, context: BackendContext
 ) -> tuple[Keys, ...]:
-    """What graphs of decode steps of up to `max_batch_size` requests replay with."""
+    """Fixed tensors for graphs of decode steps of up to `max_batch_size` requests."""
     return tuple(
         Keys.zeros(max_batch_size, -(-width // group.keys.page_size), context.device)
         for width in longest_keys(group.chunk_len, context.max_context_len)

@@ -39,8 +39,8 @@ class FA3Kernels:
     """Which of CHUNKS, SINKS and SINKS_OF_MIXED_DIMS a build of the kernels has not."""
 
     def check_features(self, layer: LayerSpec, address: str) -> None:
-        """Raises BackendFailed for a layer that needs what the build lacks, so that the next build
-        or the next backend is tried."""
+        """Raises BackendFailed for a layer that needs a feature that the build lacks, so that the
+        next build or the next backend is tried."""
         has_sinks = layer.sinks is not None
         needed = {
             CHUNKS: layer.attention_chunk_size > 0,
@@ -58,11 +58,11 @@ class FA3Kernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FA3Schedule:
-    """What the library's schedule of a step depends on, besides the step.
+    """The facts of a layer that decide the library's schedule of a step.
 
-    Where all requests have as many queries, a call launches two kernels: one lays out the work by
+    If all requests have as many queries, a call launches two kernels: one lays out the work by
     the lengths, the other attends. The layout is computed once for all layers that are equal here.
-    That saves a launch where the library splits keys; where it does not, a launch that resets a
+    That saves a launch if the library splits keys; if it does not, a launch that resets a
     counter takes its place.
     """
 
@@ -143,10 +143,10 @@ class FA3Layer:
     arguments: dict[str, Any]
     """By the library's names."""
     cache: FA3Cache | None
-    """None where K and V always come with the call."""
+    """None if K and V always come with the call."""
     descales: KV | None = None
-    """[1, Hkv] float32: what K and V of e4m3 are multiplied by. The kernels then want Q in e4m3
-    and write bfloat16."""
+    """[1, Hkv] float32: the factors of K and V in e4m3. The kernels then want Q in e4m3 and write
+    bfloat16."""
 
     @property
     def serves_trees(self) -> bool:

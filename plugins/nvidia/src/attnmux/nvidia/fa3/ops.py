@@ -145,13 +145,13 @@ def merge_state_v2(
     s_b: torch.Tensor,
     v_merged: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys, one of which has some, as attention over both.
+    """Attention over two sets of keys, at least one of them not empty, as attention over both.
 
     v_a, v_b: [T, H, D]. s_a, s_b: natural LSE [T, H]. v_merged: where the output goes; may be v_a.
     Returns v_merged and the LSE [T, H].
     """
     lse = torch.logaddexp(s_a, s_b)
-    mine, others = ((each - lse).exp_().unsqueeze(-1) for each in (s_a, s_b))
+    mine, others = ((part_lse - lse).exp_().unsqueeze(-1) for part_lse in (s_a, s_b))
     v_merged.copy_(v_a * mine + v_b * others)
     return v_merged, lse
 

@@ -38,7 +38,7 @@ def draft_keys(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FA3Buffers:
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     keys: dict[KeyGroup, Keys]
     schedules: dict[FA3Schedule, torch.Tensor]
@@ -66,7 +66,8 @@ class FA3Buffers:
         )
 
     def reserve_drafts(self, groups: Iterable[KeyGroup], drafts: int, device: torch.device) -> None:
-        """Allocate what trees of `drafts` tokens a request need, unless an earlier capture did."""
+        """Allocate tensors for trees of `drafts` tokens a request, unless an earlier capture
+        did."""
         for group in groups:
             if (group, drafts) not in self.drafts:
                 self.drafts[group, drafts] = Keys.zeros(self.max_num_tokens, drafts, device)
@@ -99,7 +100,7 @@ class FA3Step:
     ) -> None:
         """schedules: the layers of each."""
         for schedule, layers in schedules.items():
-            made = schedule.compute(kernels, self.tables)
+            computed = schedule.compute(kernels, self.tables)
             if self.buffers:
-                made = self.buffers.schedules[schedule][: made.shape[0]].copy_(made)
-            self.schedules.update(dict.fromkeys(layers, made))
+                computed = self.buffers.schedules[schedule][: computed.shape[0]].copy_(computed)
+            self.schedules.update(dict.fromkeys(layers, computed))

@@ -42,7 +42,7 @@ class FlashInferBackend(
     """MHA and GQA through flashinfer, eager and in graphs.
 
     Extend attends to the call's own K and V, and merges the result with attention over the cached
-    prefix where there is one. It reads all keys from the pool where layers have windows, sinks or
+    prefix if there is one. It reads all keys from the pool if layers have windows, sinks or
     cross attention, with a quantised pool, for drafts, for many items and in graphs.
     """
 
@@ -81,7 +81,7 @@ class FlashInferBackend(
             return step
         self._staging.wait()
         # The latest buffers first: a batch may have been captured again.
-        replayed = next((each for each in reversed(self._buffers) if each.has(batch)), None)
+        replayed = next((buffer for buffer in reversed(self._buffers) if buffer.has(batch)), None)
         if buffers is not None:
             step.wrappers |= buffers.capture(step)
         elif replayed is not None:

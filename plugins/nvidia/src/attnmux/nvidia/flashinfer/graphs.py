@@ -32,8 +32,8 @@ class GraphPlans:
         max_batch_size: int,
         max_num_tokens: int,
     ) -> None:
-        settings, asked = planner.settings, context.request
-        masked = asked.custom_mask or asked.has_trees
+        settings, request = planner.settings, context.request
+        masked = request.custom_mask or request.has_trees
         page_size, tokens = settings.page_size, -(-max_num_tokens // max_batch_size)
         views = {group.view for group in groups}
         if masked:
@@ -111,18 +111,18 @@ class GraphPlans:
     def _make(self, role: Role, group: PlanGroup, size: int) -> Any:  # noqa: ANN401  # the library's class
         view = keys_view(role, group)
         suffix = "buffer" if has_decode_kernel(role, group) else "buf"
-        given = {
+        buffers = {
             "use_cuda_graph": True,
             f"paged_kv_indptr_{suffix}": self._indptr[view][: size + 1],
             f"paged_kv_indices_{suffix}": self._indices[view],
             f"paged_kv_last_page_len_{suffix}": self._last_page_len[view][:size],
         }
         if not has_decode_kernel(role, group):
-            given["qo_indptr_buf"] = self._qo_indptr[: size + 1]
+            buffers["qo_indptr_buf"] = self._qo_indptr[: size + 1]
         if role is Role.MASKED:
             # Given these, a wrapper applies a mask in every run.
-            given["custom_mask_buf"] = self._mask
-            given["mask_indptr_buf"] = self._mask_indptr[: size + 1]
-        wrapper = self._planner.make(role, group, **given)
+            buffers["custom_mask_buf"] = self._mask
+            buffers["mask_indptr_buf"] = self._mask_indptr[: size + 1]
+        wrapper = self._planner.make(role, group, **buffers)
         wrapper.reset_workspace_buffer(self._planner.workspace, self._plans[group])
         return wrapper

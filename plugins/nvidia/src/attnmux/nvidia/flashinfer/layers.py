@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanGroup:
-    """What flashinfer fixes in a plan. Layers that agree on all of it share one.
+    """The facts that flashinfer fixes in a plan. Layers that agree on all of them share one.
 
     A plan for other head counts than a layer's gives wrong results without an error, and the
     wrappers read scale, cap and window from the plan, so every group has its own.
@@ -88,7 +88,7 @@ class PlanGroup:
 
     @property
     def all_keys(self) -> View:
-        """The view without the cut to a window: what a custom mask is laid out for."""
+        """The view without the cut to a window, which custom masks are laid out for."""
         return replace(self.view, window=-1)
 
 

@@ -1,4 +1,4 @@
-"""The library's wrappers: what each is for, and how it is made and planned."""
+"""The library's wrappers: their purposes, and how they are made and planned."""
 
 from __future__ import annotations
 

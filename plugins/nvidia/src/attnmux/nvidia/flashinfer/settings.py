@@ -1,4 +1,4 @@
-"""What the options and the request come to: which kernels, and how much scratch memory."""
+"""Kernels and scratch memory, from the options and the request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _USE = {"on": True, "off": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all plans of one backend have in common."""
+    """Settings that all plans of one backend have in common."""
 
     dtype: torch.dtype
     """Dtype of Q, of the output, and of K and V that come with a call."""
@@ -108,7 +108,7 @@ def _tensor_cores(
 
 
 def _workspace_bytes(groups: Sequence[PlanGroup]) -> int:
-    """256 MiB, or 512 MiB where a step that is split over a large device does not fit.
+    """256 MiB, or 512 MiB if a step that is split over a large device does not fit.
 
     64 query heads over 4 KV heads of 128 (Qwen3-235B-A22B) take more than 256.
     """
@@ -137,7 +137,7 @@ def graph_workspace_bytes(
 
 
 def graph_plan_bytes(group: PlanGroup, max_batch_size: int, max_num_tokens: int) -> int:
-    """What a plan of the largest captured step takes of the int workspace, at most.
+    """The most bytes of the int workspace that a plan of the largest captured step takes.
 
     In scheduler.cuh `PrefillPlan` lists tiles of 16 rows or more, `PrefillSM90Plan` tiles of 128
     for each head, `DecodePlan` up to `DECODE_CTAS` parts; four, seven and four numbers each.

@@ -1,4 +1,4 @@
-"""What the backends over flashinfer share: `flashinfer` and `flashinfer_mla`."""
+"""Common code of the backends over flashinfer: `flashinfer` and `flashinfer_mla`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Staging:
 
     The library's planner writes a plan to pinned memory of the wrapper and queues a copy to the
     device (`cudaMemcpyAsync` in scheduler.cuh). Given lengths on the host, `plan` does not
-    synchronise. Where the host is two steps ahead of the device, as in a long prompt's chunks, it
+    synchronise. If the host is two steps ahead of the device, as in a long prompt's chunks, it
     would overwrite plans that are not copied yet.
     """
 
@@ -47,7 +47,7 @@ def workspace(context: BackendContext, nbytes: int) -> torch.Tensor:
 
 
 def host_lens(batch: ForwardBatch, field: str) -> torch.Tensor:
-    """The batch's lengths of that name. Raises InvalidInput where there are none."""
+    """The batch's lengths of that name. Raises InvalidInput if there are none."""
     lens: torch.Tensor | None = getattr(batch, field)
     if lens is None:
         raise InvalidInput(
@@ -109,7 +109,7 @@ def capture_key(batch: ForwardBatch) -> CaptureKey:
 
 
 def writable_lse(lse: torch.Tensor | None) -> torch.Tensor | None:
-    """Where kernels can write LSE for the caller's `lse` [T, H]: they assume contiguous memory."""
+    """If kernels can write LSE for the caller's `lse` [T, H]: they assume contiguous memory."""
     if lse is None or lse.is_contiguous():
         return lse
     return torch.empty_like(lse, memory_format=torch.contiguous_format)

@@ -81,7 +81,7 @@ class Items:
     longest: torch.Tensor
     """[B] uint16, device: the largest place. The kernel skips tiles of keys that lie further back,
     counted from the first token of its rows or the one after it: a place more than the largest
-    distance. Never less than a tile: one that it skips to is loaded whole, also where it ends after
+    distance. Never less than a tile: one that it skips to is loaded whole, also if it ends after
     the keys, and NaN in V does not go away with a weight of 0."""
 
     @classmethod
@@ -120,7 +120,7 @@ class Items:
 
 
 class Role(Enum):
-    """What a wrapper is planned for. Wrappers of one step keep their plans side by side."""
+    """The purpose of a wrapper. Wrappers of one step keep their plans side by side."""
 
     DECODE = auto()
     """One new token a request, keys in the pool."""
@@ -131,7 +131,7 @@ class Role(Enum):
     MASKED = auto()
     """The same with a custom mask."""
     ITEMS = auto()
-    """The same where tokens see a prefix and their own item alone."""
+    """The same if tokens see a prefix and their own item alone."""
     PREFIX = auto()
     """Many new tokens against the keys before them, in the pool."""
     RAGGED = auto()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 256 * MIB
 
 LEAST_WORKSPACE_BYTES = 2 * 160 * 64 * (512 * 2 + 4)
-"""What `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the step: for
-each SM twice 64 rows of partial output and their LSE."""
+"""Bytes that `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the
+step: for each SM twice 64 rows of partial output and their LSE."""
 
 WIDENED = torch.float8_e4m3fn
 
@@ -46,7 +46,7 @@ class FlashInferMLALayer:
     """The pool's pages."""
     words: torch.Tensor | None
     """[slots, row bytes / 8] int64: rows to be widened. A copy moves words, because it does not
-    support 8-bit floats. None where kernels read the pool itself."""
+    support 8-bit floats. None if kernels read the pool itself."""
     power: float
     """The power of 2 in the layer's scale, which widened rows are multiplied by: 16 bits hold the
     result exactly."""
@@ -57,7 +57,7 @@ class FlashInferMLALayer:
     def read(self, slots: torch.Tensor, dtype: torch.dtype) -> Latents:
         """The pool's pages, or copies of the rows at `slots` as pages of one token.
 
-        slots: [keys] int32, read where rows are widened, to `dtype`.
+        slots: [keys] int32, read if rows are widened, to `dtype`.
         """
         if self.words is None:
             return self.latents
@@ -114,7 +114,9 @@ class FlashInferMLABackend(
         step = FlashInferMLAStep(batch, self.context, self._settings.page_size)
         if buffers is None:
             # The latest first: a batch may have been captured again.
-            buffers = next((each for each in reversed(self._buffers) if each.has(batch)), None)
+            buffers = next(
+                (buffer for buffer in reversed(self._buffers) if buffer.has(batch)), None
+            )
         elif batch.forward_mode not in CAPTURED:
             raise GraphUnsupported(
                 f"a captured launch fixes how rows are tiled, which {batch.forward_mode.name} with "
@@ -193,7 +195,7 @@ def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtyp
     """The call's own keys as pages of one token.
 
     k: [T, 1, 512]. k_rope: [T, 1, 64].
-    Raises InvalidInput where they are not of the dtype of Q.
+    Raises InvalidInput if they are not of the dtype of Q.
     """
     if k_rope is None or k.dtype != dtype or k_rope.dtype != dtype:
         dtypes = f"{k.dtype} and {None if k_rope is None else k_rope.dtype}"

@@ -26,7 +26,7 @@ MOST_HEADS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all plans of one backend have in common."""
+    """Settings that all plans of one backend have in common."""
 
     dtype: torch.dtype
     """Dtype of Q, of the output and of the keys that kernels read."""
@@ -40,13 +40,13 @@ class Settings:
 
 WrapperKey = tuple[LatentGroup, int, bool, bool, int]
 """A group of layers, the padded heads, whether rows see different keys, whether the call brings the
-keys, and the number of the plan in its step: with the settings, all that a plan fixes but lengths
-and indices."""
+keys, and the number of the plan in its step: with the settings, all that a plan fixes except
+lengths and indices."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Wrapper:
-    """A wrapper of the library, and what its last plan was for."""
+    """A wrapper of the library, and the subject of its last plan."""
 
     library: Any
     shape: tuple[int, int] | None = None
@@ -68,7 +68,7 @@ class Planner:
         self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor | None
     ) -> Planned:
         """An eager step's plan. slots: the pages of keys, as `FlashInferMLAStep.indices` has them;
-        None where the call brings the keys."""
+        None if the call brings the keys."""
         return self._plan(group, step, slots, self._wrappers)
 
     def capture(self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor) -> Planned:
@@ -99,7 +99,7 @@ class Planner:
         slots: torch.Tensor | None,
         wrappers: dict[WrapperKey, Wrapper],
     ) -> Planned:
-        """wrappers: what is planned if it is there, and made if it is not."""
+        """wrappers: the planned wrappers; missing ones are made."""
         settings, of_call = self._settings, slots is None
         heads = padded_heads(group.num_heads) if step.is_causal else group.num_heads
         parts = step.parts(heads, of_call=of_call)
@@ -193,7 +193,7 @@ def padded_heads(num_heads: int) -> int:
     Rows of Q are all heads of a token, token by token, and a tile is 64 or 128 of them. To find the
     last 64 keys that a tile sees, the causal kernels divide the tile's end by the head count,
     rounding down (`kv_tile_idx` in mla.cuh and mla_hopper.cuh of 0.6.13; `MLAPlan` rounds up).
-    Where a tile ends within a token and its keys end on a multiple of 64, that token's own key is
+    If a tile ends within a token and its keys end on a multiple of 64, that token's own key is
     left out, and 0.7.2 refuses the plan. So heads are padded until tiles end where tokens do.
     """
     return 1 << (num_heads - 1).bit_length()

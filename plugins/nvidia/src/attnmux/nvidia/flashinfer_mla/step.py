@@ -24,7 +24,7 @@ writes past them unchecked, and makes up to a work for each SM of those whose ke
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """What one plan serves: requests, of the first and the last perhaps some of their rows.
+    """The requests of one plan. The first and the last may have only some of their rows in it.
 
     Rows of a request see no keys after themselves, so parts that end early have fewer keys.
     All on the host.
@@ -66,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentGroup:
-    """What a plan fixes. Layers that agree on it share one."""
+    """The facts that a plan fixes. Layers that agree on them share one."""
 
     num_heads: int
     scaling: float
@@ -89,7 +89,7 @@ class Planned:
     """Rows of Q, None for all, and the wrapper that is planned for them: one, but in the longest
     steps."""
     slots: torch.Tensor
-    """[keys] int32: the pool's rows, which are read from there where they are widened."""
+    """[keys] int32: the pool's rows, which are read from there if they are widened."""
 
     def attend(
         self,
@@ -129,7 +129,7 @@ class Planned:
 
 
 class FlashInferMLAStep:
-    """A batch, what its plans are made of, and the plans."""
+    """A batch, the inputs of its plans, and the plans."""
 
     in_pool: dict[LatentGroup, Planned]
     """For each group of layers: plans over keys in the pool."""
@@ -168,7 +168,7 @@ class FlashInferMLAStep:
         self.in_pool, self.in_call = {}, {}
 
     def parts(self, num_heads: int, *, of_call: bool) -> tuple[Part, ...]:
-        """What plans for that many heads hold, in the order of the rows.
+        """The contents of plans for that many heads, in the order of the rows.
 
         of_call: the keys are those that the call brings, one page each.
         """

@@ -2,7 +2,7 @@
 
 The library takes one query a request, its latent and its rotary part apart, and gives no LSE. Rows
 of the page table are contiguous. It leaves the output of a request without keys unwritten, and
-divides by 0 where it merges parts: that request is given one key, and its output is replaced. It
+divides by 0 if it merges parts: that request is given one key, and its output is replaced. It
 allocates its output; its scratch memory is ours, need not be zeroed, and its size is not checked.
 """
 
@@ -63,7 +63,7 @@ class CutlassMLALayer:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class CutlassMLABuffers(DecodeBuffers):
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     workspace: torch.Tensor
     """A captured launch has its address, so it stays when the shared workspace grows."""

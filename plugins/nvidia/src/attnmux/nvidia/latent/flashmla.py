@@ -67,7 +67,7 @@ class FlashMLALayer:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class FlashMLABuffers(DecodeBuffers):
-    """What graphs replay with."""
+    """Fixed tensors that graphs replay with."""
 
     schedules: dict[int, Sequence[torch.Tensor]]
     """By heads: the two tensors of `FlashMLAKernels.schedule` at their largest."""
@@ -113,9 +113,9 @@ class FlashMLABackend(
         if is_fp8:
             scale, _ = pool.read_scales(layer.k_scale, None)
             # Engines change torch's default dtype while they load a model.
-            one = torch.ones(1, dtype=torch.float32, device=self.context.device)
+            unit = torch.ones(1, dtype=torch.float32, device=self.context.device)
             # The second serves V too, which is the front of the same rows.
-            arguments |= {"descale_q": one, "descale_k": one * scale}
+            arguments |= {"descale_q": unit, "descale_k": unit * scale}
         return FlashMLALayer(
             group=KeyGroup.of(layer, self.context),
             heads=layer.tp_q_head_num,
@@ -126,8 +126,8 @@ class FlashMLABackend(
 
     def plan_decode(self, batch: ForwardBatch, buffers: FlashMLABuffers | None) -> FlashMLAStep:
         step = FlashMLAStep.of(batch, self.context, buffers)
-        each = step.tables.queries_each
-        self._check(batch.num_tokens if each is None else batch.batch_size, each or 1)
+        queries = step.tables.queries_each
+        self._check(batch.num_tokens if queries is None else batch.batch_size, queries or 1)
         return step
 
     def fill_step(self, step: FlashMLAStep, batch: ForwardBatch) -> None:
@@ -139,7 +139,7 @@ class FlashMLABackend(
         lens = keys[self._groups[0]].lens  # as in every group
         step.lens = KeyLens.of(lens, buffers.lens if buffers else None)
         lens = step.lens.at_least_one if self._is_fp8 else lens
-        step.keys = {group: each.with_lens(lens) for group, each in keys.items()}
+        step.keys = {group: key.with_lens(lens) for group, key in keys.items()}
         step.schedules = {heads: self._schedule(step, heads, buffers) for heads in self._heads}
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> FlashMLABuffers:
@@ -155,12 +155,12 @@ class FlashMLABackend(
         self, call: AttentionCall, layer: FlashMLALayer, step: FlashMLAStep, batch: ForwardBatch
     ) -> torch.Tensor:
         keys, lens = LibraryBackend.filled(step.keys)[layer.group], LibraryBackend.filled(step.lens)
-        each = step.tables.queries_each or 1
+        queries = step.tables.queries_each or 1
         q = LatentRows.joined(call.q, call.q_rope)
         if layer.is_fp8:
             q = KVPool.quantise(q, FP8, None)  # which saturates beyond 448
         result, lse = self.kernels.flash_mla_with_kvcache(
-            q.view(-1, each, *q.shape[1:]),
+            q.view(-1, queries, *q.shape[1:]),
             layer.k_cache,
             keys.page_table,
             keys.lens,
@@ -172,7 +172,7 @@ class FlashMLABackend(
             lens.replace(result, 0)
         if call.lse is not None:
             lens.replace(lse, -torch.inf)
-            store_lse(lse, call.lse, each)
+            store_lse(lse, call.lse, queries)
         return result.flatten(0, 1).to(call.q.dtype)
 
     def _schedule(
@@ -180,11 +180,11 @@ class FlashMLABackend(
     ) -> dict[str, Any]:
         lens = LibraryBackend.filled(step.keys)[self._groups[0]].lens
         rows = (step.tables.queries_each or 1) * heads
-        made = self.kernels.schedule(lens, rows, self._is_fp8)
+        tensors = self.kernels.schedule(lens, rows, self._is_fp8)
         if buffers is not None:
-            fixed = zip(buffers.schedules[heads], made, strict=True)
-            made = [buffer[: len(tensor)].copy_(tensor) for buffer, tensor in fixed]
-        return self.kernels.schedule_arguments(*made)
+            fixed = zip(buffers.schedules[heads], tensors, strict=True)
+            tensors = [buffer[: len(tensor)].copy_(tensor) for buffer, tensor in fixed]
+        return self.kernels.schedule_arguments(*tensors)
 
     def _check(self, num_requests: int, queries_each: int = 1) -> None:
         """Raises InvalidInput beyond the kernels' limits, which they do not check."""
@@ -211,9 +211,9 @@ class FlashMLABackend(
 
     def _most_fp8_queries(self) -> int:
         """Most queries of a request over e4m3. A multiprocessor takes 64 rows of queries and heads;
-        the device traps where all of them together cannot hold a request's rows."""
-        one = torch.ones(1, dtype=torch.int32, device=self.context.device)
-        tiles, _ = self.kernels.schedule(one, 1, True)
+        the device traps if all of them together cannot hold a request's rows."""
+        unit = torch.ones(1, dtype=torch.int32, device=self.context.device)
+        tiles, _ = self.kernels.schedule(unit, 1, True)
         return min(FP8_QUERIES, 64 * len(tiles) // max(self._heads))
 
 

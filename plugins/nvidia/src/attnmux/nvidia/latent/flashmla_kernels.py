@@ -115,7 +115,7 @@ def sparse_from_sgl_kernel(library: Any) -> NSAKernels:  # noqa: ANN401  # a mod
 
 @dataclass(slots=True, eq=False)
 class Schedule:
-    """What a step's layers share. Empty until it is made."""
+    """The schedule that a step's layers share. Empty until it is made."""
 
     tiles: torch.Tensor | None = None
     splits: torch.Tensor | None = None
@@ -148,11 +148,11 @@ def dense_of_vllm(
         descale_k: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         operands = (q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal)
-        made = schedule.tiles, schedule.splits
+        planned = schedule.tiles, schedule.splits
         if is_fp8_kvcache:
-            out, lse = decode_fp8(*operands, *made, descale_q, descale_k)
+            out, lse = decode_fp8(*operands, *planned, descale_q, descale_k)
             return out, lse
-        out, lse, schedule.tiles, schedule.splits = dense_decode(*operands, *made, None)
+        out, lse, schedule.tiles, schedule.splits = dense_decode(*operands, *planned, None)
         return out, lse
 
     return FlashMLAKernels(

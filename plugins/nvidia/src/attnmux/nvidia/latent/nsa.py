@@ -37,7 +37,7 @@ csrc/sm90/prefill/sparse/phase1.cuh)."""
 TOKENS_AT_ONCE = 64
 """Tokens whose rows are widened together: of 2048 keys each that is 151 MB of bfloat16."""
 LSE_UNITS = {1.0: math.log(2), math.log(2): 1.0}
-"""The factor that makes an LSE natural, and the LSE of two keys of logit 0 where it applies."""
+"""The factor that makes an LSE natural, and the LSE of two keys of logit 0 if it applies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class NSALayer:
     """The same number or more, of HEADS."""
     sm_scale: float
     kv_scale: float
-    """What rows of the cache, hence logits and output, are multiplied by; 1 for 16-bit ones."""
+    """The factor of the cache's rows, hence of logits and output; 1 for 16-bit rows."""
 
     def queries(self, call: AttentionCall) -> torch.Tensor:
         """[T, kernel_heads, 576] bfloat16; heads that the layer lacks are zeros.
@@ -156,12 +156,12 @@ class NSABackend(PickedBackend[NSAKernels, NSALayer]):
             LatentRows.LATENT_DIM,
             **self.kernels.constants,
         )
-        found = float(lse[0, 0])
+        measured = float(lse[0, 0])
         for unit, expected in LSE_UNITS.items():
-            if math.isclose(found, expected, rel_tol=1e-3):
+            if math.isclose(measured, expected, rel_tol=1e-3):
                 return unit
         raise BackendFailed(
-            "nvidia/nsa", f"two keys of logit 0 have LSE {found:.4f}, neither ln 2 nor log2 2"
+            "nvidia/nsa", f"two keys of logit 0 have LSE {measured:.4f}, neither ln 2 nor log2 2"
         )
 
 
@@ -184,8 +184,8 @@ def _picked(
         # As bytes: torch does not gather 8-bit floats on every device.
         rows = cache.view(torch.uint8)[part.clamp(min=0).flatten()].view(FP8)
         order = torch.arange(len(rows), dtype=torch.int32, device=part.device).view_as(part)
-        own = torch.where(part < 0, -1, order).unsqueeze(1)
-        yield slice(start, start + len(part)), rows.bfloat16(), own
+        own_rows = torch.where(part < 0, -1, order).unsqueeze(1)
+        yield slice(start, start + len(part)), rows.bfloat16(), own_rows
 
 
 def _with_lookup(

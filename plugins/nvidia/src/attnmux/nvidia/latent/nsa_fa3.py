@@ -79,8 +79,8 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
     ) -> torch.Tensor:
         assert call.k is not None  # as has_own_kv says
         assert call.k_rope is not None
-        own = Rows.aligned(call.k_rope).unsqueeze(1), Rows.aligned(call.k).unsqueeze(1)
-        return self._attend_to(call, layer, own, rows)
+        kv = Rows.aligned(call.k_rope).unsqueeze(1), Rows.aligned(call.k).unsqueeze(1)
+        return self._attend_to(call, layer, kv, rows)
 
     def _attend_to(
         self, call: AttentionCall, layer: NSAFA3Layer, kv: KV, places: torch.Tensor

@@ -1,7 +1,8 @@
-"""The base of the backends of DeepSeek's sparse attention: what becomes of an indexer's picks.
+"""The base of the backends of DeepSeek's sparse attention, which turns an indexer's picks into
+slots.
 
 Each layer's indexer writes places in a request, -1 for no key. They become slots of the pool here,
-or rows of the call's own keys where there is no prefix, on the device.
+or rows of the call's own keys if there is no prefix, on the device.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class PickedBackend(LibraryBackend[K, L, PickedStep, tuple[()]]):
 
 
 def lookup_arguments(context: BackendContext) -> dict[str, Any]:
-    """The field `topk_slots` of a backend's kernels, where a plugin offers a launch for it; else
+    """The field `topk_slots` of a backend's kernels, if a plugin offers a launch for it; else
     nothing."""
     fused = shared_kernel("topk_slots", context)
     return {} if fused is None else {"topk_slots": fused}
@@ -106,7 +107,7 @@ def _picks(batch: ForwardBatch) -> torch.Tensor:
 
 
 def _rows_of_call(batch: ForwardBatch) -> torch.Tensor:
-    """[T, topk] int32: rows of the call's own k, where there is no prefix."""
+    """[T, topk] int32: rows of the call's own k, if there is no prefix."""
     picks, (new, _) = _picks(batch), batch.extend_lens()
     starts = token_rows(cu_seqlens(new)[:-1].long(), new, batch.num_tokens).int()
     return torch.where(picks < 0, -1, starts.unsqueeze(1) + picks)

@@ -1,7 +1,7 @@
 """TensorRT-LLM's MLA decode through flashinfer: trtllm-gen on SM100, XQA on SM120.
 
 Queries are one row of latent and rotary part; tables are whole tiles of 128 keys wide; a request
-without keys is not allowed; scales multiply. No kernel is asked for LSE.
+without keys is not allowed; scales multiply. The kernels are called without LSE.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TRTLLMMLALayer:
     """[pages, page, 576], the pool's memory."""
     scale: float
     kv_scale: float
-    """What rows of the cache are multiplied by."""
+    """The factor of the cache's rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ class TRTLLMMLAStep(DecodeStep):
     """A step; its tables are whole tiles wide."""
 
     padding: Padding | None = None
-    """Set by `fill_step` where requests have different numbers of drafts."""
+    """Set by `fill_step` if requests have different numbers of drafts."""
 
 
 class TRTLLMMLABackend(
@@ -156,8 +156,8 @@ class TRTLLMMLABackend(
     def fill_step(self, step: TRTLLMMLAStep, batch: ForwardBatch) -> None:
         super().fill_step(step, batch)
         tables, keys = step.tables, LibraryBackend.filled(step.keys)
-        for group, own in keys.items():
-            _keep_to_own_pages(own, group.page_size)
+        for group, key in keys.items():
+            _keep_to_own_pages(key, group.page_size)
         if batch.forward_mode.is_draft_extend():
             lens = keys[self._groups[0]].lens
             step.padding = Padding.of(
@@ -185,9 +185,9 @@ class TRTLLMMLABackend(
         q, out, padding = LatentRows.joined(call.q, call.q_rope), call.out, step.padding
         if padding is not None:
             return padding.gather(self._decode(padding.spread(q), layer, step, None))
-        each = step.tables.queries_each or 1
-        into = by_request(out, each) if out is not None and Rows.is_writable(out) else None
-        result = self._decode(by_request(q, each), layer, step, into)
+        queries = step.tables.queries_each or 1
+        into = by_request(out, queries) if out is not None and Rows.is_writable(out) else None
+        result = self._decode(by_request(q, queries), layer, step, into)
         step.replace_empty(result)
         if out is not None and result is into:
             return out
@@ -241,11 +241,11 @@ class TRTLLMMLABackend(
 
 def _padded_heads(q: torch.Tensor) -> torch.Tensor:
     """[B, 1, 128, 576], as XQA takes it. Raises InvalidInput for more queries or heads."""
-    _, each, heads, _ = q.shape
-    if each != 1 or heads > XQA_HEADS:
+    _, queries, heads, _ = q.shape
+    if queries != 1 or heads > XQA_HEADS:
         raise InvalidInput(
             "q",
-            got=f"{each} queries a request of {heads} heads",
+            got=f"{queries} queries a request of {heads} heads",
             expected=f"one of at most {XQA_HEADS}",
         )
     return torch.nn.functional.pad(q, (0, 0, 0, XQA_HEADS - heads)) if heads < XQA_HEADS else q

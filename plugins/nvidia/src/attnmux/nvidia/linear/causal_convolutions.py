@@ -44,7 +44,7 @@ class ConvKernels:
 
 
 class CausalConvolutions(ShortConvolutions):
-    """By the kernels where they serve the taps, else by plain operations."""
+    """By the kernels if they serve the taps, else by plain operations."""
 
     _packed: PackedRequests
 

@@ -7,7 +7,7 @@ flashinfer-python 0.6.13 and 0.7.2:
 fp16 or bf16; g is the decay itself, not its logarithm, and beta, both float32 [T, Hv]. States are
 float32 [n, Hv, V, K], those afterwards in memory of their own. 0.6 does not look at
 `use_qk_l2norm_in_kernel` on SM90: q and k are normalised here. A decay is at least 1e-10. In 0.7 it
-is of CuTe DSL, and cuts long requests where requests times heads are fewer than half of the
+is of CuTe DSL, and cuts long requests if requests times heads are fewer than half of the
 multiprocessors. - `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K,
 V], which it overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it
 leaves, and writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's
@@ -18,7 +18,7 @@ first call. A call with others is not compiled anew, so that tensors here are al
 always float32.
 
 The states of a pool are [rows, Hv, K, V], so that each call copies those of its requests, and
-transposes them where the kernel wants it.
+transposes them if the kernel wants it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RecurrenceKernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GDNKernels:
-    """What a layer runs on."""
+    """The kernels of a layer."""
 
     recurrence: RecurrenceKernels
     convolutions: Callable[[BackendContext], ShortConvolutions]
@@ -127,7 +127,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         states = StatePool.read(pool, rows, batch.seq_lens <= 1)
         inputs = (call.q, call.k, call.v, *decode_gates(call))
         q, k, v, a, b, out, states = _deducible(
-            [*(by_request(each, count) for each in inputs), _room(call, count), states],
+            [*(by_request(tensor, count) for tensor in inputs), _room(call, count), states],
             is_one_value=count * layer.num_v_heads == 1,
         )
         self.kernels.gated_delta_rule_decode(
@@ -156,7 +156,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         states = transposed(StatePool.read(pool, rows, batch.seq_lens <= 0))
         inputs = (call.q, call.k, call.v, *draft_gates(call))
         q, k, v, a, b, out, states = _deducible(
-            [*(by_request(each, count) for each in inputs), _room(call, count), states],
+            [*(by_request(tensor, count) for tensor in inputs), _room(call, count), states],
             is_one_value=count * num == 1,
         )
         after = states.new_empty((len(states), num, heads, DIM, DIM))
@@ -190,7 +190,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         call.out[num:].zero_()
         if num:
             out = call.out[:num]
-            found, after = self.kernels.chunk_gated_delta_rule(
+            result, after = self.kernels.chunk_gated_delta_rule(
                 normed(call.q[:num], layer),
                 normed(call.k[:num], layer),
                 dense(call.v[:num]),
@@ -203,7 +203,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
                 output=out if Rows.is_writable(out) else None,
             )
             if not Rows.is_writable(out):
-                out.copy_(found)
+                out.copy_(result)
             states = after.transpose(-1, -2)
         step.finish(pool, rows, before, states)
 
@@ -226,11 +226,11 @@ def _deducible(tensors: Sequence[torch.Tensor], *, is_one_value: bool) -> Sequen
     flashinfer 0.7.2 asks the CuTe DSL to deduce which dimension of such a tensor is contiguous,
     which raises RuntimeError.
     """
-    return [torch.cat([each, each]) for each in tensors] if is_one_value else tensors
+    return [torch.cat([tensor, tensor]) for tensor in tensors] if is_one_value else tensors
 
 
 def _room(call: LinearCall, count: int) -> torch.Tensor:
-    """Where the kernel writes its output, [B, T / B, Hv, V]: `call.out` where it can."""
+    """Where the kernel writes its output, [B, T / B, Hv, V]: `call.out` if it can."""
     out = call.out if Rows.is_writable(call.out) else call.out.new_empty(call.out.shape)
     return by_request(out, count)
 
@@ -244,7 +244,7 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
     """Convolutions that a plugin offers for the device, attnmux-triton's; else sgl_kernel's, which
     want tokens transposed; else plain ones.
 
-    Warns where sgl_kernel is installed and does not run.
+    Warns if sgl_kernel is installed and does not run.
     """
     shared: ShortConvolutions | None = shared_kernel("short_convolutions", context)
     if shared is not None:

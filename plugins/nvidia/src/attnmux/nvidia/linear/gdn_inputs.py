@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from attnmux.core.plugin import LinearCall
 
 STEEPNESS = 24
-"""softplus(x) is x, but for at most log 2. With a factor of 2^-24 that is within the rounding of
-float32, so that a = -g * 2^24 gives g."""
+"""softplus(x) differs from x by at most log 2. With a factor of 2^-24 that is within the rounding
+of float32, so that a = -g * 2^24 gives g."""
 STEEP = -STEEPNESS * math.log(2)
 """The logarithm of that factor, A_log."""
 MOST = 80.0
@@ -33,7 +33,7 @@ def draft_gates(call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def normed(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
-    """Q or K [T, Hk, 128] end to end, each divided by its length where the layer wants it: in
+    """Q or K [T, Hk, 128] end to end, each divided by its length if the layer wants it: in
     float32, rounded once."""
     if not layer.qk_l2norm:
         return dense(x)

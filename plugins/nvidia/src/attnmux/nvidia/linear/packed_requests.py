@@ -16,7 +16,7 @@ class PackedRequests:
 
     tokens: NewTokens
     active: torch.Tensor | None
-    """[n] int64: the requests with new tokens; None where all have some."""
+    """[n] int64: the requests with new tokens; None if all have some."""
     indptr: torch.Tensor
     """[n + 1] int32: their first tokens, and the end of the last."""
     begun: torch.Tensor
@@ -39,7 +39,7 @@ class PackedRequests:
         )
 
     def start(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[B, ...] the states before the step, zeros where a request starts."""
+        """[B, ...] the states before the step, zeros if a request starts."""
         return StatePool.read(pool, rows, self.tokens.fresh)
 
     def of_active(self, states: torch.Tensor) -> torch.Tensor:

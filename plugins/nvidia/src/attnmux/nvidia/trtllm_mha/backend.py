@@ -4,7 +4,7 @@ A step goes to one of two halves: decode and verify, which graphs may hold, and 
 platform decides once which kernels each half calls.
 
 In the library K and V lie as tokens and then heads; a window is the number of keys before a token;
-causality counts from the end of the keys; sinks are float32. No kernel is asked for LSE.
+causality counts from the end of the keys; sinks are float32. The kernels are called without LSE.
 """
 
 from __future__ import annotations

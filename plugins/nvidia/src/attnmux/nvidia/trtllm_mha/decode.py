@@ -51,7 +51,7 @@ class Decode(Half):
 class XQADecode(Decode):
     """XQA, which takes addresses and no strides. Drafts see each other by a mask.
 
-    Where K and V are 8-bit floats, on SM90 nothing is written to the row of a request without keys.
+    If K and V are 8-bit floats, on SM90 nothing is written to the row of a request without keys.
     Elsewhere a sink makes it 0, which spares a launch for each layer: layers without sinks get one
     that changes nothing else.
     """
@@ -65,18 +65,18 @@ class XQADecode(Decode):
     ) -> None:
         """Raises InvalidInput for layers of more heads a group than there are kernels for."""
         super().__init__(kernels, context, layers, workspace)
-        groups = [(_group_size(each.layer), each.layer.sinks is not None) for each in layers]
+        groups = [(_group_size(layer.layer), layer.layer.sinks is not None) for layer in layers]
         self._groups_with_sinks = {group for group, has_sinks in groups if has_sinks}
-        self._has_windows = any(each.layer.sliding_window_size >= 0 for each in layers)
-        self._sinks_zero_rows = not any(each.kv[0].dtype == FP8 for each in layers)
-        most = max(each.layer.tp_q_head_num for each in layers)
+        self._has_windows = any(layer.layer.sliding_window_size >= 0 for layer in layers)
+        self._sinks_zero_rows = not any(layer.kv[0].dtype == FP8 for layer in layers)
+        most = max(layer.layer.tp_q_head_num for layer in layers)
         floor = torch.full((most,), FLOOR, dtype=torch.float32, device=context.device)
         self._arguments = {}
-        for each in layers:
-            sinks = each.layer.sinks
+        for layer in layers:
+            sinks = layer.layer.sinks
             if sinks is None and self._sinks_zero_rows:
-                sinks = floor[: each.layer.tp_q_head_num]
-            self._arguments[each.layer.layer_id] = {**each.arguments, "sinks": sinks}
+                sinks = floor[: layer.layer.tp_q_head_num]
+            self._arguments[layer.layer.layer_id] = {**layer.arguments, "sinks": sinks}
         # Kept, since graphs read them.
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -105,14 +105,14 @@ class XQADecode(Decode):
                 raise InvalidInput(
                     "sinks",
                     got=f"sinks of groups of {group} heads in a verify step of {drafts} drafts",
-                    expected=f"groups of which {BLOCK_ROWS} rows are a multiple, or fewer rows",
+                    expected=f"groups that divide {BLOCK_ROWS} rows, or fewer rows",
                 )
 
     def _launch(
         self, q: torch.Tensor, layer: TRTLLMMHALayer, keys: Keys, out: torch.Tensor
     ) -> None:
         tables = self._step.tables
-        each = tables.queries_each or 1
+        queries = tables.queries_each or 1
         self._kernels.xqa_batch_decode_with_kv_cache(
             q if Rows.is_writable(q) else q.clone(memory_format=torch.contiguous_format),
             layer.kv,
@@ -121,8 +121,8 @@ class XQADecode(Decode):
             keys.lens,
             tables.max_seqlen_k,
             out=out,
-            q_len_per_req=each,
-            mask=None if each == 1 else self._masks[tables.batch_size, each],
+            q_len_per_req=queries,
+            mask=None if queries == 1 else self._masks[tables.batch_size, queries],
             **self._arguments[layer.layer.layer_id],
         )
 

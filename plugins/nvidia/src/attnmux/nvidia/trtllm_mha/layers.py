@@ -1,4 +1,4 @@
-"""The kernels, what they are given for a layer, and the halves that prepare steps for them."""
+"""The kernels, their arguments for a layer, and the halves that prepare steps for them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TRTLLMMHALayer:
 
 
 class Half(ABC):
-    """What prepares and runs steps of some modes, by the kernels of one kind of device."""
+    """Prepares and runs steps of some modes, with the kernels of one kind of device."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ def _check(layer: LayerSpec, context: BackendContext) -> None:
         f"dims {layer.qk_head_dim} and {layer.v_head_dim}": layer.qk_head_dim != layer.v_head_dim,
         "no place in the KV pool": layer.layer_id not in context.token_to_kv_pool.layer_ids,
     }
-    found = [name for name, is_set in extras.items() if is_set]
-    if found:
+    unserved = [name for name, is_set in extras.items() if is_set]
+    if unserved:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            got=" and ".join(found),
+            got=" and ".join(unserved),
             expected="causal self-attention over the pool, one head dim, without cap and chunks",
         )

@@ -105,8 +105,8 @@ class StagedPrefill(Prefill):
         workspace: torch.Tensor,
     ) -> None:
         # fmha_v2 leaves its count where the decode kernels want zeros.
-        own = context.workspace.get("trtllm fmha_v2", _TILE_COUNTER_BYTES)
-        super().__init__(kernels, context, layers, own)
+        counter = context.workspace.get("trtllm fmha_v2", _TILE_COUNTER_BYTES)
+        super().__init__(kernels, context, layers, counter)
 
     def plan(self, batch: ForwardBatch, buffers: DecodeBuffers | None) -> None:
         dtype = self._context.token_to_kv_pool.dtype

@@ -64,14 +64,16 @@ class TritonBackend(AttentionBackend):
         self._attention = LayersAttention(
             self._layers, context, self._splits, compute_units=compute_units, launcher=self.launcher
         )
-        groups = [each.slot_group for each in self._layers.values() if each.slot_group is not None]
+        groups = [
+            layer.slot_group for layer in self._layers.values() if layer.slot_group is not None
+        ]
         self._tables = SlotTables(frozenset(groups), context, self.launcher)
         self._starts_of: dict[int, torch.Tensor] = {}
         """By new tokens a request."""
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
-        stored = [each for each in self._layers.values() if each.slot_group is not None]
-        self._limits = {(each.window, each.chunk) for each in stored}
+        stored = [layer for layer in self._layers.values() if layer.slot_group is not None]
+        self._limits = {(layer.window, layer.chunk) for layer in stored}
         """The windows and chunks of the layers that attend over the pool."""
         self._costs = self._costs_of(stored, compute_units)
         """Where mixed steps may be parted."""
@@ -85,7 +87,7 @@ class TritonBackend(AttentionBackend):
         """Note the step's shape; nothing is launched.
 
         Raises InvalidInput for more requests than the context was made for, and GraphUnsupported
-        for the capture of a prompt whose bits would be others than those of an eager step.
+        for the capture of a prompt whose bits would differ from those of an eager step.
         """
         if batch.batch_size > self._max_batch_size:
             raise InvalidInput(
@@ -112,8 +114,8 @@ class TritonBackend(AttentionBackend):
         if step is None:
             return
         self._tables.fill(step)
-        for each in [part.step for part in self._parts] or [step]:
-            self._fill(each)
+        for prepared in [part.step for part in self._parts] or [step]:
+            self._fill(prepared)
 
     def _fill(self, step: TritonStep) -> None:
         self._sums.fill(step)
@@ -157,9 +159,9 @@ class TritonBackend(AttentionBackend):
         return results.handed_to(call)
 
     def _costs_of(self, layers: Sequence[TritonLayer], compute_units: int) -> StepCosts | None:
-        """What parting a mixed step costs and saves, of the layer with the widest keys; None where
-        steps stay whole: in parts, the kernel that serves a request depends on its batch."""
-        if self._splits.deterministic or any(each.shape.is_latent for each in layers):
+        """The costs and savings of splitting a mixed step, for the layer with the widest keys. None
+        if steps stay whole: in parts, the kernel that serves a request depends on its batch."""
+        if self._splits.deterministic or any(layer.shape.is_latent for layer in layers):
             return None
         widest = max(
             layers, key=lambda each: each.shape.kv_heads * sum(each.shape.dims), default=None
@@ -180,7 +182,7 @@ class TritonBackend(AttentionBackend):
         )
 
     def force_short_tiles(self) -> None:
-        """Let the prepared step take short tiles where its layers have them, to rehearse them."""
+        """Let the prepared step take short tiles if its layers have them, to rehearse them."""
         if self._step is not None:
             self._step = replace(self._step, takes_short_tiles=True, tiles={})
 

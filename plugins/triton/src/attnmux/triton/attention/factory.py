@@ -19,9 +19,9 @@ ADDRESS = "triton/triton"
 
 
 def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend | PickedBackend:
-    """Compiles what the layers will need, so that no request waits for a compiler.
+    """Compiles the layers' kernels, so that no request waits for a compiler.
 
-    Raises InvalidInput for layers that the kernels do not serve, BackendFailed where this Triton
+    Raises InvalidInput for layers that the kernels do not serve, BackendFailed if this Triton
     cannot drive the device or a kernel does not compile for it.
     """
     if context.request.kind == "nsa":
@@ -46,19 +46,19 @@ def _picked(context: BackendContext, options: Mapping[str, object]) -> PickedBac
 
 
 def compute_units(context: BackendContext) -> int:
-    """The platform's `core_count`; where it has none, that of the device that Triton drives."""
+    """The platform's `core_count`; if it has none, that of the device that Triton drives."""
     units = context.platform.core_count
     if not library.knobs.runtime.interpret:
         try:
-            found = driver.active.get_active_torch_device()
+            device = driver.active.get_active_torch_device()
         except RuntimeError as error:
             why = AttnmuxError.in_brief(error)
             reason = f"Triton {library.__version__} drives no device here: {why}"
             raise BackendFailed("triton", reason) from error
-        if found.type != context.device.type:
+        if device.type != context.device.type:
             raise BackendFailed(
                 "triton",
-                f"Triton {library.__version__} drives {found.type}, not {context.device}",
+                f"Triton {library.__version__} drives {device.type}, not {context.device}",
             )
         if not units:
             facts = driver.active.utils.get_device_properties(context.device.index or 0)

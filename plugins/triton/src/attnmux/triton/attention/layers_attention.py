@@ -38,8 +38,12 @@ class LayersAttention:
         self._units, self._launcher = compute_units, launcher
         self._tile_units = 0 if splits.deterministic else compute_units
         """How a request's keys are split must not depend on its batch."""
-        self._share_attention = {name: ShareAttention(each) for name, each in layers.items()}
-        self._tile_attention = {name: self._tiles_of(each) for name, each in layers.items()}
+        self._share_attention = {
+            name: ShareAttention(attention) for name, attention in layers.items()
+        }
+        self._tile_attention = {
+            name: self._tiles_of(attention) for name, attention in layers.items()
+        }
         self._chain_attention: dict[tuple[int, int], tuple[TileAttention, Plans] | None] = {}
         """By layer and new tokens a request; None for chains that are verified in shares."""
         self._shares: dict[ShareKey, SharePlan] = {}
@@ -54,7 +58,7 @@ class LayersAttention:
         }
         """By layer, and whether the step hides keys."""
         self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
-        """By new tokens a request, None where these differ, and whether the step hides keys."""
+        """By new tokens a request, None if these differ, and whether the step hides keys."""
         self._wide_attention: dict[int, WideTileAttention] = {}
         """Attention of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, Plans] = {}
@@ -84,7 +88,7 @@ class LayersAttention:
     def __call__(
         self, call: AttentionCall, step: TritonStep, slots: Slots | None, results: Results
     ) -> None:
-        """Attend over the pool, or over the call's own K and V where slots is None."""
+        """Attend over the pool, or over the call's own K and V if slots is None."""
         name = call.layer.layer_id
         if slots is not None and step.queries is not None:
             chains = self._chains(name, step.queries, hides=step.hides)
@@ -137,12 +141,12 @@ class LayersAttention:
             return None
         key = layer_id, queries
         if key not in self._chain_attention:
-            layer, found = self._layers[layer_id], None
+            layer, chain = self._layers[layer_id], None
             config = layer.dispatch.chains(queries)
             if config is not None:
                 layer = replace(layer, tiles=config, short_tiles=None)
-                found = self._tiles_of(layer), self._plans_of(layer)
-            self._chain_attention[key] = found
+                chain = self._tiles_of(layer), self._plans_of(layer)
+            self._chain_attention[key] = chain
         return self._chain_attention[key]
 
     def _tiles_of(self, layer: TritonLayer) -> TileAttention:

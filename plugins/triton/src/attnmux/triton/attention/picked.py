@@ -1,6 +1,6 @@
 """Sparse MLA: each token attends to the latent rows that its layer's indexer picked.
 
-A program takes a token and a block of heads, and gathers the rows by the request table. Where there
+A program takes a token and a block of heads, and gathers the rows by the request table. If there
 are fewer tokens than the device has units, as in decode, programs share a token's picks.
 """
 
@@ -40,7 +40,7 @@ BLOCK_N = 32
 LEAST_KEYS = 128
 """Picks of a part: a smaller one costs more to merge than it saves."""
 ALIKE_KEYS = 512
-"""Picks of a part where results must not depend on the batch."""
+"""Picks of a part if results must not depend on the batch."""
 STRIDES = (
     *("q_stride", "q_head_stride", "q_rope_stride", "q_rope_head_stride"),
     *("k_stride", "k_rope_stride", "table_stride", "picks_stride", "out_stride", "lse_stride"),
@@ -124,7 +124,7 @@ class PickedBackend(AttentionBackend):
         return results.handed_to(call)
 
     def _part_keys(self, call: AttentionCall, topk: int) -> int:
-        """Picks of each part. All are one part where the device is busy without."""
+        """Picks of each part. All are one part if the device is busy without."""
         if self.context.request.deterministic:
             return ALIKE_KEYS
         programs = call.q.shape[0] * -(-call.layer.tp_q_head_num // BLOCK_H)
@@ -152,7 +152,7 @@ class PickedLayer:
         results: Results,
         part_keys: int,
     ) -> None:
-        """table: None where the step's rows count the call's own keys."""
+        """table: None if the step's rows count the call's own keys."""
         if call.q_rope is None:
             raise InvalidInput("q_rope", got=None, expected="the rotary part of Q")
         spec, topk, num_tokens = self._layer.spec, picks.shape[1], call.q.shape[0]

@@ -60,7 +60,7 @@ class SplitOptions:
         )
 
     def part_dtype(self, splitting: Splitting | None, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of partial results. dtype: Q's; None where the request does not name one."""
+        """The dtype of partial results. dtype: Q's; None if the request does not name one."""
         in_fp32 = splitting is None or self.reduce_in_fp32 or self.deterministic
         return torch.float32 if in_fp32 or dtype is None else dtype
 

@@ -180,10 +180,10 @@ class LatentMerge:
     def __call__(self, batch_size: int, results: Results) -> None:
         out, lse = results
         batch = batch_size, lse is None
-        found = self._of_batches.get(batch)
-        if found is None:
-            found = self._of_batches[batch] = self._of(batch_size, has_lse=lse is not None)
-        bound, slices = found
+        plan = self._of_batches.get(batch)
+        if plan is None:
+            plan = self._of_batches[batch] = self._of(batch_size, has_lse=lse is not None)
+        bound, slices = plan
         bound(
             (batch_size * self._plan.key.items, slices, 1),
             results,

@@ -96,12 +96,12 @@ class SlotTables:
 
     def fill(self, step: TritonStep) -> None:
         """Translate the request table for the groups that need it."""
-        for group, own in self._own.items():
+        for group, slots in self._own.items():
             slot_map = self._context.token_to_kv_pool.slot_map(group.layer_id)
             if slot_map is None:
-                self._translate(group, own.table, step)
+                self._translate(group, slots.table, step)
             else:
-                self._look_up(group, own.table, slot_map, step)
+                self._look_up(group, slots.table, slot_map, step)
         table, tokens = self._context.req_to_token_pool.columns_for(self._page_size)
         self._request_table = Slots(
             table=table,
@@ -171,7 +171,7 @@ class SlotTables:
         own[: batch.batch_size, : pages.shape[1]].copy_(translate(pages, group.layer_id))
 
     def of(self, group: SlotGroup) -> Slots:
-        """For the step that was filled last. Raises AttnmuxError where none was."""
+        """For the step that was filled last. Raises AttnmuxError if none was."""
         slots = self._own[group] if group.pool_group else self._request_table
         if slots is None:
             raise AttnmuxError(NO_STEP)
@@ -179,7 +179,7 @@ class SlotTables:
 
 
 def _widest(group: SlotGroup, context: BackendContext) -> int:
-    """The widest window of the group's layers; -1 where one of them has none."""
+    """The widest window of the group's layers; -1 if one of them has none."""
     windows = [
         layer.sliding_window_size
         for layer in context.layers

@@ -1,4 +1,4 @@
-"""A step as the kernels see it: lengths and offsets on the device, of which none are read back."""
+"""A step as the kernels see it: lengths and offsets on the device. The host reads none back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAST_BATCH = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trees:
-    """What the drafts of trees see in layers of one window and chunk."""
+    """The keys that drafts of trees see in layers of one window and chunk."""
 
     visible: torch.Tensor
     """[B, d, d] bool: the drafts that each draft sees."""
@@ -40,7 +40,7 @@ class TritonStep:
 
     batch: ForwardBatch
     queries: int | None
-    """New tokens of each request where all have equally many, as in decode and verify."""
+    """New tokens of each request if all have equally many, as in decode and verify."""
     lens: torch.Tensor
     """[B] int32. `lens + lens_shift` tokens precede the new ones."""
     lens_shift: int
@@ -54,7 +54,7 @@ class TritonStep:
     """Whether tiles are short, and how many programs share the keys of one, by the layers'
     kinds."""
     takes_short_tiles: bool | None = None
-    """None where its lengths decide."""
+    """None if its lengths decide."""
     wide: dict[Hashable, WidePlaces | None] = field(default_factory=dict)
     """Where keys of 8 bits are written as 16 bits, by the layers' shapes."""
     in_capture: bool = False
@@ -93,7 +93,7 @@ class TritonStep:
 
     @property
     def hides(self) -> bool:
-        """Whether a mask or items hide keys, besides causality, windows and chunks."""
+        """Whether a mask or items hide keys, in addition to causality, windows and chunks."""
         is_masked = self.batch.tree_mask is not None
         return is_masked or self.batch.multi_item is not None
 

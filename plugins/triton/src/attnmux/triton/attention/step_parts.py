@@ -20,7 +20,7 @@ from attnmux.triton.launches.operands import Results, Slots
 LEAST_VALUES = 4_000_000
 """Values of K and V that decoding requests need for an estimate to be worth its time."""
 SECOND_LAUNCH_US = 8.0
-"""What shares cost besides reading their keys."""
+"""The cost of shares in addition to reading their keys."""
 BYTES_A_US = 4.2e6
 """Bytes of K and V that shares read in a microsecond on an H200, and that widening moves there."""
 WIDENED_BYTES = 5
@@ -28,7 +28,7 @@ WIDENED_BYTES = 5
 
 
 class TilesOfRequest(NamedTuple):
-    """What tiles of one KV head read of a request, in keys."""
+    """The keys of a request that tiles of one KV head read."""
 
     total: float
     """By all tiles, with the fixed costs of each."""
@@ -44,7 +44,7 @@ class StepCosts:
 
     In 13 of 13 mixed steps on H200s the way with the lower estimate was the faster one
     (benchmarks/results/grid-h200.md). The estimates were from 13 % too high to 37 % too low, and
-    less than half where a step waits for the host.
+    less than half if a step waits for the host.
     """
 
     group: int
@@ -78,11 +78,13 @@ class StepCosts:
         return [TilesOfRequest(*numbers) for numbers in each]
 
     def tiles_us(self, requests: Sequence[TilesOfRequest]) -> float:
-        total = sum(each.total for each in requests) * self.kv_heads / self.units
-        longest = max(each.longest for each in requests) + FIXED_KEYS
+        total = sum(request.total for request in requests) * self.kv_heads / self.units
+        longest = max(request.longest for request in requests) + FIXED_KEYS
         # A turn of 64 keys took 0.91 us with heads of 64 columns, 1.34 with 128, 1.82 with 256
         us = max(longest, total) * (0.011 + 36e-6 * self.columns)
-        widened = sum(each.lens for each in requests) * self.values * WIDENED_BYTES * self.widens
+        widened = (
+            sum(request.lens for request in requests) * self.values * WIDENED_BYTES * self.widens
+        )
         return us + widened / BYTES_A_US
 
     def shares_us(self, lens: torch.Tensor) -> float:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 FIXED_KEYS = 128
-"""What a tile costs besides its keys, in keys: it loads queries, fills rings and stores results."""
+"""The fixed cost of a tile, in keys: it loads queries, fills rings and stores results."""
 SHORT_COST = 1.12
-"""What a row costs in a tile of 128 rows compared with one of 192: between 1.05 and 1.08 on an
+"""The cost of a row in a tile of 128 rows compared with one of 192: between 1.05 and 1.08 on an
 H200, see benchmarks/results/grid-h100.md."""
 MOST_ROUNDS = 8
 """With more rounds, an empty part of the last one matters less than tall tiles save."""
@@ -33,7 +33,7 @@ def takes_short_tiles(
 
     new_lens, lens: [B] on the host, the new tokens and all keys of each request. tall, short: rows
     of a tile. group: query heads of a KV head. units: programs that the device runs at a time.
-    most_keys: those that a token sees at most, where there is a window.
+    most_keys: those that a token sees at most, if there is a window.
     """
     rows = new_lens.long() * group
     if int((rows // tall).sum()) * kv_heads > MOST_ROUNDS * units:
@@ -51,7 +51,7 @@ def takes_short_tiles(
 def tile_keys(rows: torch.Tensor, lens: torch.Tensor, height: int, group: int) -> torch.Tensor:
     """[tiles] int64: the keys that each tile's last row sees.
 
-    rows, lens: [B] int64, the rows and all keys of each request. group: rows of a token; 0 where
+    rows, lens: [B] int64, the rows and all keys of each request. group: rows of a token; 0 if
     every row sees all keys.
     """
     tiles = -(-rows // height)
@@ -67,7 +67,7 @@ def tile_keys(rows: torch.Tensor, lens: torch.Tensor, height: int, group: int) -
 def least_makespan(work: torch.Tensor, copies: int, units: int) -> float:
     """A lower bound of the time in which `units` units do `copies` of each work.
 
-    It is the exact time where all work is equal, and near that of the longest-first order: of the
+    It is the exact time if all work is equal, and near that of the longest-first order: of the
     k * units + 1 longest, one unit does k + 1.
     """
     count = len(work) * copies

@@ -1,4 +1,4 @@
-"""Which rows of which request each tile of a step takes: the plan, made on the device."""
+"""The plan of a step, made on the device: the rows of each tile."""
 
 from __future__ import annotations
 

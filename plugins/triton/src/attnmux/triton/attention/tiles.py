@@ -58,7 +58,7 @@ class TileAttention:
     """A layer's launches of `attend_tiles` or of a Hopper kernel for tiles."""
 
     def __init__(self, layer: TritonLayer, units: int, max_context_len: int) -> None:
-        """units: of the device, whose idle ones may share the keys of a tile; 0 where a tile's
+        """units: of the device, whose idle ones may share the keys of a tile; 0 if a tile's
         keys stay together."""
         self._layer, self._units, self._max_context_len = layer, units, max_context_len
         shape = layer.shape
@@ -77,7 +77,7 @@ class TileAttention:
         results: Results,
         keys: Keys | None = None,
     ) -> None:
-        """Attend over the pool, or over the call's own K and V where slots is None.
+        """Attend over the pool, or over the call's own K and V if slots is None.
 
         keys: those that the slots are of; the pool's unless given.
         """
@@ -177,7 +177,7 @@ class TileAttention:
             return False
         if new is None or lens is None:
             return False
-        limits = [each for each in (layer.window, layer.chunk) if each > 0]
+        limits = [reach for reach in (layer.window, layer.chunk) if reach > 0]
         return takes_short_tiles(
             new,
             lens,

@@ -1,7 +1,7 @@
 """Attention of many new tokens over an 8-bit pool by the kernel for 16 bits.
 
-Every tile of queries would convert the keys that it reads. Where many tiles read each key, one
-launch converts them all first, into memory that the layer's call takes and gives back. Where that
+Every tile of queries would convert the keys that it reads. If many tiles read each key, one
+launch converts them all first, into memory that the layer's call takes and gives back. If that
 would be too much memory, KV heads are served one part after another.
 """
 
@@ -38,9 +38,9 @@ BLOCK = 64
 
 
 def wide_layer(layer: TritonLayer) -> TritonLayer | None:
-    """The layer as it is with 16-bit keys; None where no faster kernel serves these.
+    """The layer as it is with 16-bit keys; None if no faster kernel serves these.
 
-    Layers with windows or chunks see few keys, of which most would be converted in vain.
+    Layers with windows or chunks see few keys: most conversions would be in vain.
     """
     keys = layer.keys
     if keys is None or keys.k.dtype not in EIGHT_BITS or keys.v.dtype not in EIGHT_BITS:
@@ -67,7 +67,7 @@ class HeadPart:
 
 
 class WideTileAttention:
-    """A layer's launches of `widen_keys`, each followed by one over what it wrote."""
+    """A layer's launches of `widen_keys`, each followed by one over its result."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class WideTileAttention:
         narrow, (k_dim, v_dim) = self._layer.required_keys(), self._layer.shape.dims
         k, v, count = narrow.k, narrow.v, len(part.kv_heads)
         if part.q_heads is not None:
-            k, v = (each[:, part.kv_heads.start : part.kv_heads.stop] for each in (k, v))
+            k, v = (tensor[:, part.kv_heads.start : part.kv_heads.stop] for tensor in (k, v))
             lse = None if results.lse is None else results.lse[:, part.q_heads]
             results = Results(results.out[:, part.q_heads], lse)
             call = AttentionCall(q=call.q[:, part.q_heads], k=None, v=None, layer=call.layer)
@@ -161,9 +161,9 @@ class WideTileAttention:
         return HeadPart(kv_heads=kv_heads, q_heads=q_heads, tiles=tiles)
 
     def _places(self, step: TritonStep) -> WidePlaces | None:
-        """None where the step's keys are better read as they are.
+        """None if the step's keys are better read as they are.
 
-        So they are in graphs, whose replays may have more keys, and where the host does not know
+        This is the case in graphs, whose replays may have more keys, and if the host does not know
         the lengths.
         """
         batch = step.batch

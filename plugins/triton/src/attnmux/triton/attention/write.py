@@ -23,7 +23,7 @@ class Format:
     """An 8-bit float."""
 
     mantissa: int
-    """Bits of it; 0 where values are stored unchanged."""
+    """Bits of it; 0 if values are stored unchanged."""
     bias: int
     """Bias of the exponent."""
     largest: int
@@ -79,8 +79,8 @@ class LayerWriter:
     ) -> LayerWriter:
         """A writer for rows like k at slots like loc.
 
-        Raises InvalidInput where the pool does: for a layer that it does not store, for K and V in
-        a pool of latents or the reverse, for dtypes, devices and scales.
+        Raises InvalidInput in the same cases as the pool: for a layer that it does not store, for K
+        and V in a pool of latents or the reverse, for dtypes, devices and scales.
         """
         check_tensor("loc", loc, ("T",), None, torch.int64)
         first, second = pool.get_kv_buffer(layer.layer_id)
@@ -265,7 +265,7 @@ class PoolWriter:
 
 
 def make_writer(context: BackendContext) -> PoolWriter | None:
-    """The writer of the context's pool; None where no layer is stored."""
+    """The writer of the context's pool; None if no layer is stored."""
     pool = context.token_to_kv_pool
     stored = [layer for layer in context.layers if layer.layer_id in pool.layer_ids]
     if not stored:

@@ -1,1 +1,1 @@
-"""Functions on kernels of their own, most of which core looks up by name (`attnmux.kernels`)."""
+"""Functions on kernels of their own. Core looks most of them up by name (`attnmux.kernels`)."""

@@ -102,7 +102,7 @@ class ChosenPages:
         places: torch.Tensor,
         requests: RequestPages,
     ) -> None:
-        """See `PageKernels.copy`. What stood in places beyond a request's last page remains."""
+        """See `PageKernels.copy`. Places beyond a request's last page keep their content."""
         size, heads, number = places.shape
         if size:
             rows, lens = requests.rows.contiguous(), requests.lens.contiguous()

@@ -1,4 +1,5 @@
-"""What the drafts of a tree add to attention over their prefixes, in one launch a layer."""
+"""Attention of a tree's drafts to each other, merged with attention to their prefixes, in one
+launch a layer."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class TritonDraftAttention:
         q_rope: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See core's `attend_to_drafts`. Raises BackendFailed where the kernel does not compile."""
+        """See core's `attend_to_drafts`. Raises BackendFailed if the kernel does not compile."""
         size, width, _ = trees.visible.shape
         if width > MOST_DRAFTS:
             return attend_to_drafts(q, keys, seen, trees, layer, q_rope=q_rope, lse=lse)
@@ -135,7 +136,9 @@ def make_attention(context: BackendContext) -> TritonDraftAttention:
 
 def try_layers(made: TritonDraftAttention, context: BackendContext) -> None:
     """Launch it once for each shape of the context's layers."""
-    for layer in {(each.tp_q_head_num, each.qk_head_dim): each for each in context.layers}.values():
+    for layer in {
+        (stored.tp_q_head_num, stored.qk_head_dim): stored for stored in context.layers
+    }.values():
         _try(made, layer, context)
 
 

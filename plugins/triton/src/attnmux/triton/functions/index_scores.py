@@ -39,7 +39,7 @@ class IndexScores:
         positions: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        """See `ScoresKeys`. Raises BackendFailed where the kernel does not compile."""
+        """See `ScoresKeys`. Raises BackendFailed if the kernel does not compile."""
         num_tokens, heads, dim = index_q.shape
         keys, scales = stored.keys, stored.scales
         if scales is None and keys.dtype == torch.float32:

@@ -98,5 +98,5 @@ def _bound(has_no_bias: bool, is_even: bool, overlaps: bool) -> BoundKernel:
 
 
 def make_linear(context: BackendContext) -> OneRowProducts | None:
-    """The products of one row where they were measured to be faster than torch's: on Hopper."""
+    """The products of one row if they were measured to be faster than torch's: on Hopper."""
     return OneRowProducts() if context.platform.arch == "sm90" else None

@@ -1,4 +1,4 @@
-"""Attention to the blocks that an indexer picked, in one launch, or two where programs share a
+"""Attention to the blocks that an indexer picked, in one launch, or two if programs share a
 token's picks."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BlockAttention:
         self._bound: dict[tuple[int, int, int, bool], BoundKernel] = {}
 
     def __call__(self, call: AttentionCall, picked: PickedBlocks) -> torch.Tensor:
-        """See `AttendsToBlocks`. Raises BackendFailed where the kernel does not compile."""
+        """See `AttendsToBlocks`. Raises BackendFailed if the kernel does not compile."""
         results, layer_id = Results.of(call), call.layer.layer_id
         num_tokens, heads, topk = picked.picks.shape
         if not num_tokens:
@@ -87,7 +87,7 @@ class BlockAttention:
         return results.handed_to(call)
 
     def _part_picks(self, programs: int, topk: int, size: int) -> int:
-        """Picks of each part. All are one part where the device is busy without."""
+        """Picks of each part. All are one part if the device is busy without."""
         most = topk * size // LEAST_KEYS
         if not self._context.request.deterministic:
             most = min(most, self._units // programs)
@@ -112,7 +112,7 @@ class BlockAttention:
     def _bind(self, layer: TritonLayer, heads: int, size: int, *, has_lse: bool) -> BoundKernel:
         spec, (k_scale, v_scale) = layer.spec, layer.scales
         group, dims = spec.tp_q_head_num // heads, (spec.qk_head_dim, spec.v_head_dim)
-        widths = [max(LEAST, next_power_of_2(each)) for each in dims]
+        widths = [max(LEAST, next_power_of_2(dim)) for dim in dims]
         block_n, stages = _gathered(layer, sum(widths))
         return BoundKernel(
             self.launcher,

@@ -34,10 +34,10 @@ class TopkSlots:
     def __call__(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor
     ) -> torch.Tensor:
-        """The slots of the picked keys, [T, topk] int32; -1 where there is none.
+        """The slots of the picked keys, [T, topk] int32; -1 if there is none.
 
         rows: [T] int64, each token's row of the request table. topk_indices: [T, topk] int32.
-        Raises InvalidInput for other shapes and dtypes, BackendFailed where the kernel does not
+        Raises InvalidInput for other shapes and dtypes, BackendFailed if the kernel does not
         compile.
         """
         check_tensor("req_to_token", req_to_token, ("rows", "max_context"), None, torch.int32)

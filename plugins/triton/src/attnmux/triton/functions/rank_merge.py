@@ -25,7 +25,7 @@ class RankMerger:
         """[size, T, H, Dv + n] of out [T, size * H, Dv] and lse [T, size * H] float32: the heads of
         each rank, and after the values of a head its LSE in n columns.
 
-        Raises InvalidInput where `fits` does not hold.
+        Raises InvalidInput if `fits` does not hold.
         """
         if not self.fits(out):
             got = f"{out.dtype} of shape {tuple(out.shape)}"
@@ -55,7 +55,7 @@ class RankMerger:
     def merge_packed(self, packed: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [T, H, dim], lse [T, H] float32) of every rank's results, as `pack` makes them.
 
-        Computed in float32. Where no rank has a key, the result is 0 and -inf.
+        Computed in float32. If no rank has a key, the result is 0 and -inf.
         """
         size, tokens, heads, columns = packed.shape
         out = packed.new_empty((tokens, heads, dim))

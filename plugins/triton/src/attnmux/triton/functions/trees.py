@@ -62,7 +62,7 @@ class TritonTrees:
         links = torch.empty((3, batch_size, num), dtype=torch.int64, device=scores.device)
         shape = (batch_size, num, num)
         visible = torch.empty(shape, dtype=torch.bool, device=scores.device)
-        given = (each.contiguous() for each in (roots, scores, tokens, parents))
+        given = (tensor.contiguous() for tensor in (roots, scores, tokens, parents))
         block_n = min(next_power_of_2(max(num_candidates, 8)), 64)
         self._build(
             (batch_size, 1, 1),
@@ -115,7 +115,7 @@ def _bytes(tree: DraftTree) -> torch.Tensor | None:
 
 
 def _paths(accepted: torch.Tensor, num: int) -> AcceptedDrafts:
-    """Views of what a launch wrote."""
+    """Views of a launch's results."""
     return AcceptedDrafts(
         accept_index=accepted[:, :num],
         predict=accepted[:, num : 2 * num],

@@ -19,7 +19,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Queries(NamedTuple):
-    """Q in two parts: [T, Hq, REAL_D] and, where there is a tail, [T, Hq, REAL_TAIL]."""
+    """Q in two parts: [T, Hq, REAL_D] and, if there is a tail, [T, Hq, REAL_TAIL]."""
 
     q: tl.tensor
     stride: tl.tensor
@@ -39,7 +39,7 @@ class Keys(NamedTuple):
     v: tl.tensor
     v_stride: tl.tensor
     k_scales: tl.tensor
-    """The scales of K's blocks and of V's; read where FOUR_BITS. All strides then count words."""
+    """The scales of K's blocks and of V's; read if FOUR_BITS. All strides then count words."""
     k_scales_stride: tl.tensor
     v_scales: tl.tensor
     v_scales_stride: tl.tensor
@@ -54,19 +54,19 @@ class Sight(NamedTuple):
     end: tl.tensor
     """One past the last."""
     mask_rows: tl.tensor
-    """The place of the row's key 0 in the mask; read where HAS_MASK."""
+    """The place of the row's key 0 in the mask; read if HAS_MASK."""
     mask_start: tl.tensor
     """The first key that the mask covers; all before it are kept. A number."""
     shared_end: tl.tensor
     item_start: tl.tensor
-    """Keys from shared_end to item_start are hidden where HAS_ITEMS."""
+    """Keys from shared_end to item_start are hidden if HAS_ITEMS."""
     position: tl.tensor
     slope: tl.tensor
-    """What a key adds to the logit for each place that it is after `position`, times log2(e); read
-    where HAS_ALIBI."""
+    """The bias of a key for each place that it is after `position`, times log2(e); read if
+    HAS_ALIBI."""
     biases: tl.tensor
-    """The address of what a key at `position` adds to the logit. What keys before and after it add
-    lies on both sides; read where REACH is not below 0."""
+    """The address of the bias of a key at `position`. The values of keys before and after it are on
+    both sides; read if REACH is not below 0."""
 
 
 class Widths(NamedTuple):
@@ -91,7 +91,7 @@ def load_rows(
     CHECKED: tl.constexpr,
     FOUR_BITS: tl.constexpr = False,
 ):
-    """[N, WIDTH] of base's dtype: rows [N] of a matrix, with 0 from column REAL_WIDTH on and, where
+    """[N, WIDTH] of base's dtype: rows [N] of a matrix, with 0 from column REAL_WIDTH on and, if
     CHECKED, where is_there [N] is False. FOUR_BITS: in the order of `real_columns`."""
     columns = real_columns(WIDTH) if FOUR_BITS else tl.arange(0, WIDTH)
     places = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]

@@ -1,4 +1,4 @@
-"""The drafts of a tree attend to each other, and take up what they saw of their prefix."""
+"""The drafts of a tree attend to each other, merged with attention to their prefix."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def attend_drafts(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """q [B * WIDTH, KV_HEADS * GROUP, D], q_rope the same with ROPE columns or None; k [slots,
-    KV_HEADS, D + ROPE] and v [slots, KV_HEADS, DV] of a pool, of which slots [B * WIDTH] int64 are
-    the drafts'; visible [B, WIDTH, WIDTH], not 0 where a draft sees another. seen [B, KV_HEADS *
-    drafts * GROUP, DV] and seen_lse, the same without DV: attention to the prefixes, the drafts'
-    rows of a KV head together. has_prefix [B]: where it is 0, the prefix is the sinks [KV_HEADS *
-    GROUP] or, where they are None, nothing. out [B * WIDTH, KV_HEADS * GROUP, DV], contiguous;
-    lse [B * WIDTH, KV_HEADS * GROUP] float32 or None.
+    KV_HEADS, D + ROPE] and v [slots, KV_HEADS, DV] of a pool; slots [B * WIDTH] int64 are the
+    drafts'; visible [B, WIDTH, WIDTH], not 0 where a draft sees another. seen [B, KV_HEADS * drafts
+    * GROUP, DV] and seen_lse, the same without DV: attention to the prefixes, the drafts' rows of a
+    KV head together. has_prefix [B]: if it is 0, the prefix is the sinks [KV_HEADS * GROUP] or, if
+    they are None, nothing. out [B * WIDTH, KV_HEADS * GROUP, DV], contiguous; lse [B * WIDTH,
+    KV_HEADS * GROUP] float32 or None.
 
-    scaling: with the pool's scale of K. cap: of the logits, used where HAS_CAP. Rows of BLOCK_M are
+    scaling: with the pool's scale of K. cap: of the logits, used if HAS_CAP. Rows of BLOCK_M are
     the drafts of one request and KV head, times its GROUP query heads; columns go by in blocks of
     BLOCK_C.
 

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 FACTOR = tl.constexpr(128)
-"""What tiles are to be multiplied by: a float16 holds any product of a value and its block's scale
-exactly, but not a scale times 2**14."""
+"""The factor of tiles: a float16 holds any product of a value and its block's scale exactly, but
+not a scale times 2**14."""
 BY_TRITON, BY_PTX, BY_PTX_OF_SM89 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """How values are widened: by operations of Triton alone, or by NVIDIA's instructions."""
 VALUES = tl.constexpr(8)
-"""Of a word."""
+"""Values in a word."""
 SIGNS = tl.constexpr(-0x7FFF8000)
 SIZES = tl.constexpr(0x0E000E00)
 
@@ -94,8 +94,8 @@ def by_turns(first, second, SPAN: tl.constexpr):
 
 @triton.jit
 def scales_by_ptx(words):
-    """As `scales_of` of whole words, with an instruction for two scales that SM89 is the first to
-    have."""
+    """`scales_of` for whole words, with an instruction for two scales. SM89 is the first with
+    it."""
     s0, s1, s2, s3 = tl.inline_asm_elementwise(
         """
         {
@@ -124,7 +124,7 @@ def scales_by_ptx(words):
 
 @triton.jit
 def scaled_by_ptx(words, scales):
-    """As `scaled`. The compiler would unpack the pairs, to multiply and to pack them again."""
+    """`scaled` in PTX. The compiler would unpack the pairs, to multiply and to pack them again."""
     N: tl.constexpr = words.shape[0]
     SCALES: tl.constexpr = scales.shape[1]
     v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
@@ -185,7 +185,7 @@ def load_four_bits(
     HOW: tl.constexpr,
 ):  # fmt: skip
     """[N, WIDTH] float16, to be multiplied by FACTOR: REAL_WIDTH columns from FIRST on of rows [N],
-    in the order of `real_columns`, with 0 after them and, where CHECKED, where is_there [N] is
+    in the order of `real_columns`, with 0 after them and, if CHECKED, where is_there [N] is
     False.
 
     base: the address of the words that hold column FIRST of row 0. scale_base: that of the first

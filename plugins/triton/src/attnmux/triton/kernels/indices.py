@@ -1,4 +1,4 @@
-"""Builds from lengths and the request table what attention kernels read.
+"""Builds the indices of attention kernels from lengths and the request table.
 
 All lengths, indices and tables are int32, except `rows [B]`, a request's row in the table, int64.
 """
@@ -51,7 +51,7 @@ def fill_seen_pages(
     """result [B, width]: a pool's own pages of the keys that a step's new tokens see.
 
     table [R, width]; slot_map: the pool's slot for each slot of the table. lens [B]: lens +
-    LENS_SHIFT tokens precede the new ones, of which there are new_lens [B] or, where that is None,
+    LENS_SHIFT tokens precede the new ones. There are new_lens [B] new tokens or, if that is None,
     QUERIES. starts [B]: the first key's column; None for 0. Columns are filled from the block of
     BLOCK that holds the first key in the window, since kernels load whole blocks.
     Grid: requests, programs that share a request's blocks.

@@ -23,7 +23,7 @@ HELD = 4096
 
 def merge_slices(items: int, part_rows: int, compute_units: int) -> tuple[int, dict[str, int]]:
     """Slices of an item, and the constants of `merge_latent` for them: about eight programs a
-    compute unit, most of which read all of their parts at once.
+    compute unit. Most read all of their parts at once.
 
     items: of all requests together. part_rows: rows of a part.
     """

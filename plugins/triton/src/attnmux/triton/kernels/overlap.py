@@ -21,7 +21,7 @@ except ImportError:  # a Triton without NVIDIA's backend, whose launches do not 
 @triton.jit
 def await_previous(OVERLAPS: tl.constexpr):
     """Wait until the previous launch's results are visible, and let the next launch begin, which
-    waits for this one's. Call it before the first load of what a launch has written."""
+    waits for this one's. Call it before the first load of a launch's results."""
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()

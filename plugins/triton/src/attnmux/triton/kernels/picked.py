@@ -21,7 +21,7 @@ def attend_picks(
     of any dtype; picks [T, topk]: places in the token's request, -1 for none. V is k.
 
     table [R, W] int32: row rows[t // queries] has the row of k of each place of token t's request;
-    without one, that number + place is it. slot_map: from such a row to k's own; None where they
+    without one, that number + place is it. slot_map: from such a row to k's own; None if they
     are equal.
     scale: of logits, for powers of 2.
 

@@ -23,7 +23,7 @@ def attend_picked_blocks(
     table, place in the request.
 
     table [R, W] int32 has the slot of each place of a request. slot_map: from it to the layer's own
-    row; None where they are equal. scale: of logits, for powers of 2.
+    row; None if they are equal. scale: of logits, for powers of 2.
 
     out and lse have a result for each part of a token's picks, one after another: [parts, T, Hq,
     V_DIM] and [parts, T, Hq] float32, natural logarithms. A part has part_picks picks.

@@ -1,4 +1,4 @@
-"""Packs the results of all heads for an exchange between ranks, and merges what came back."""
+"""Packs the results of all heads for an exchange between ranks, and merges those of all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def pack_rows(
     HEADS: tl.constexpr, SIZE: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
     WORDS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out [T, SIZE * HEADS, DV] and lse [T, SIZE * HEADS] float32, of any strides but the last of
-    out; packed [SIZE, T, HEADS, COLUMNS] of out's dtype; packed_lse, its memory as float32, of
-    which a row has WORDS.
+    """out [T, SIZE * HEADS, DV] and lse [T, SIZE * HEADS] float32, of any strides except the last
+    of out; packed [SIZE, T, HEADS, COLUMNS] of out's dtype; packed_lse, its memory as float32,
+    WORDS a row.
 
     Grid: T * SIZE * HEADS rows.
     """

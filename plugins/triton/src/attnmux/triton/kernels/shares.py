@@ -33,7 +33,7 @@ STATE = tl.constexpr(8)
 TRIES = tl.constexpr(32)
 """Lengths of a share that are tried."""
 WHOLE_KEYS = tl.constexpr(256)
-"""Items of at most so many keys are not shared where each can have a program: with two in some
+"""Items of at most so many keys are not shared if each can have a program: with two in some
 programs, 33 requests with a window of 127 took 12.2 us on an H200, and 8.3 with one."""
 
 
@@ -50,7 +50,7 @@ def plan_shares(
 ):  # fmt: skip
     """Find where each program begins, and how many units it takes.
 
-    A unit is a block of keys or, IS_FIXED, a split: split_blocks blocks, more where a request would
+    A unit is a block of keys or, IS_FIXED, a split: split_blocks blocks, more if a request would
     have more than max_splits.
 
     lens, encoder_lens [B] int32, rows [B] int64: as in `attend_shares`.
@@ -64,7 +64,7 @@ def plan_shares(
 
     items: of a request. BLOCK_B: a power of 2, at least B. Grid: blocks of PROGRAMS programs.
     MEETS_ENDS: shares may be longer to end where items end, for kernels whose partial results are
-    expensive. Where all requests are equally long, by a sixteenth. Else by a quarter and 8 units,
+    expensive. If all requests are equally long, by a sixteenth. Else by a quarter and 8 units,
     if then each program has a part of one item alone: the units of an item are a multiple of a
     share, and those after its last block are empty.
     """

@@ -102,7 +102,7 @@ def attend_tiles(
 ):  # fmt: skip
     """Attend from tiles of queries to the pool's keys or, IN_CALL, to those of the call.
 
-    Tensors, of which those of a feature that is off are None:
+    Tensors; those of a feature that is off are None:
 
     q [T, Hq, REAL_D], q_tail [T, Hq, REAL_TAIL]: Q in two parts, of a 16-bit or 32-bit float dtype.
     k [slots, Hkv, REAL_D], k_tail [slots, Hkv, REAL_TAIL], v [slots, Hkv, REAL_DV]: of Q's dtype or
@@ -113,7 +113,7 @@ def attend_tiles(
     sinks, alibi_slopes [Hq] float32. relative_bias [Hq, REACH + 1] or, unless IS_CAUSAL,
     [Hq, 2 * REACH + 1] float32, contiguous; REACH is -1 without it.
     slots [R, W] int32: slots or, with PAGE above 1, pages of each row. rows [B] int64: each
-    request's row; None where request i has row i.
+    request's row; None if request i has row i.
     cached_lens [B] int32: tokens before the new ones; None IN_CALL.
     encoder_lens [B] int32: IS_CROSS or HAS_ENCODER; the decoder's slots then follow the encoder's.
     encoder_indptr [B + 1] int32: IS_CROSS and IN_CALL, each request's first row of K.

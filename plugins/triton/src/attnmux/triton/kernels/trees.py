@@ -1,7 +1,7 @@
 """Builds draft trees and samples them.
 
-A program holds all nodes of a tree, BLOCK_D of which NODES are some. Links between them are
-compared in tiles of BLOCK_D x BLOCK_D. Ids and indices are int64 in memory, int32 in registers.
+A program holds all nodes of a tree, NODES padded to BLOCK_D. Links between them are compared in
+tiles of BLOCK_D x BLOCK_D. Ids and indices are int64 in memory, int32 in registers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def best_candidates(
 ):  # fmt: skip
     """[BLOCK_D] int32: the candidates of nodes 1 to NODES - 1, in their order; 0 elsewhere.
 
-    A candidate's rank is the number of those before it by score, or by place where scores are
+    A candidate's rank is the number of those before it by score, or by place if scores are
     alike: counting needs no sorted copy in memory.
     """
     node = tl.arange(0, BLOCK_D)
@@ -89,7 +89,7 @@ def parents_of(
 ):  # fmt: skip
     """[BLOCK_D] int32: each node's parent, the last of its ancestors; -1 for the root and padding.
 
-    visible [B, NODES, NODES] uint8; None for chains, of which num_nodes are no padding.
+    visible [B, NODES, NODES] uint8; None for chains; num_nodes of them are no padding.
     """
     node = tl.arange(0, BLOCK_D)
     if IS_CHAIN:
@@ -130,8 +130,8 @@ def left_over(line, column, rejected, token, vocabulary, BLOCK: tl.constexpr):
 def drawn_token(
     line, rejected, token, coin, vocabulary, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """int32: the token that coin [0, 1) float64 draws from what is left; -1 from nothing or from
-    values that are no numbers."""
+    """int32: the token that coin [0, 1) float64 draws from the rest; -1 if nothing is left or
+    values are no numbers."""
     whole = coin * 0.0
     for first in range(0, vocabulary, BLOCK):
         column = first + tl.arange(0, BLOCK)

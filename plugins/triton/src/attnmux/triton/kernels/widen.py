@@ -19,7 +19,7 @@ def widen_keys(
 
     k [slots, HEADS, REAL_D], v [slots, HEADS, REAL_DV]: the pool's memory, of 8-bit floats. D and
     DV: powers of 2, at least as many. slots [R, W] int32: slots or, with
-    PAGE above 1, pages of each row. rows [B] int64: each request's row; None where request i has
+    PAGE above 1, pages of each row. rows [B] int64: each request's row; None if request i has
     row i. seq_lens [B] int32: keys of each request. starts [B] int32: its first row of the results.
     wide_k, wide_v [sum of seq_lens, HEADS, REAL_D or REAL_DV], contiguous, of a 16-bit float dtype.
     Scales are not applied.

@@ -43,7 +43,7 @@ def store_part(
     LARGEST: tl.constexpr, NAN: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write columns of rows [T, WIDTH], WIDTH = H * D, to buffer [slots, H, D]: as the bits of an
-    8-bit float where MANTISSA is above 0, else as values."""
+    8-bit float if MANTISSA is above 0, else as values."""
     is_within = is_there[:, None] & (column < WIDTH)[None, :]
     head = (column // D).to(tl.int64)
     of_column = head * head_stride + (column % D).to(tl.int64) * column_stride
@@ -79,11 +79,11 @@ def write_kv(
 
     first [T, H, FIRST_D], second [T, H, SECOND_D]: of any float dtype and strides.
     first_buffer [num_slots, H, FIRST_D], second_buffer [num_slots, H, SECOND_D]: the pool's memory,
-    uint8 where MANTISSA is above 0; slots and heads may have gaps between them. A width is a slot's
+    uint8 if MANTISSA is above 0; slots and heads may have gaps between them. A width is a slot's
     heads times columns.
     loc [T] int64: the tokens' slots. slot_map [num_mapped] int32 or int64: the pool's slot for each
-    of them; None where they are the same.
-    first_scale, second_scale float32: divided by where IS_SCALED. The format: as
+    of them; None if they are the same.
+    first_scale, second_scale float32: divided by if IS_SCALED. The format: as
     `round_to_8_bits`. OVERLAPS: the launch begins before the previous one ends and waits for its
     results, and lets the next launch begin.
 

@@ -126,7 +126,7 @@ class BoundKernel:
         """Launch on the current stream of the tensors' device.
 
         dtypes: of the tensors whose dtype may change. Whether a tensor is None must not change.
-        Raises BackendFailed where the kernel does not compile on its first launch.
+        Raises BackendFailed if the kernel does not compile on its first launch.
         """
         variant = self._variants.get((dtypes, *numbers))
         values = None if variant is None else self._values(variant, tensors, counts)
@@ -144,7 +144,7 @@ class BoundKernel:
     def keep(self, key: Key, compiled: Any, values: list[object], tensors: Tensors) -> None:  # noqa: ANN401  # as Triton
         """Use `compiled` for calls of this key from now on.
 
-        Does nothing where a tensor is less aligned than an allocator's are: other calls of the same
+        Does nothing if a tensor is less aligned than an allocator's are: other calls of the same
         key may pass aligned ones.
         """
         misaligned = tuple(
@@ -176,7 +176,7 @@ class BoundKernel:
     def _values(
         self, variant: CompiledVariant, tensors: Tensors, counts: tuple[int, ...]
     ) -> list[object] | None:
-        """The arguments of a call; None where the variant does not fit it."""
+        """The arguments of a call; None if the variant does not fit it."""
         values, index = variant.values.copy(), variant.device
         for place, tensor, bits in zip(self._tensors, tensors, variant.misaligned, strict=True):
             if tensor is not None and place is not None:

@@ -251,8 +251,8 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
 class ConfigTables:
     """TILES, CHAINS and SHARES, and this machine's own entries, which win over them.
 
-    An entry of CHAINS or SHARES for more rows wins over an own one for fewer: what was tuned for
-    decode says nothing about drafts.
+    An entry of CHAINS or SHARES for more rows wins over a tuned one for fewer: launches tuned for
+    decode say nothing about drafts.
     """
 
     own_tiles: Sequence[ConfigEntry[TileConfig]] = ()
@@ -264,9 +264,9 @@ class ConfigTables:
         """The tables with the launches that were tuned on this machine. Leaves out, with a warning,
         those that no kernel here takes."""
         found: dict[str, list[ConfigEntry[Any]]] = {kind: [] for kind in KINDS}
-        for each in tuned:
+        for launch in tuned:
             try:
-                kind, entry = entry_of(each, arch)
+                kind, entry = entry_of(launch, arch)
             except InvalidInput as error:
                 warnings.warn(f"a tuned launch is left out: {error}", stacklevel=2)
             else:

@@ -38,7 +38,7 @@ class TileConfig:
     constants: FrozenMapping[int] = NOTHING
     """Further constants of a kernel that is not the portable one, by name."""
     options: FrozenMapping[int] = NOTHING
-    """The compiler's options besides `num_warps`."""
+    """The compiler's options other than `num_warps`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class ShareConfig:
 
     kernel: str = PORTABLE
     block_m: int
-    """The most rows of a tile; it has fewer where a request has fewer."""
+    """The most rows of a tile; it has fewer if a request has fewer."""
     least_block_m: int = LEAST_WIDTH
     """The fewest rows of a tile."""
     block_n: int
@@ -139,7 +139,7 @@ class ConfigEntry(Generic[C]):
     """Bits of a value of K."""
     config: C
     measured: str = ""
-    """The machine and the Triton of the measurement; empty where nothing was measured."""
+    """The machine and the Triton of the measurement; empty if nothing was measured."""
 
     def fits(self, query: ConfigQuery) -> bool:
         return (

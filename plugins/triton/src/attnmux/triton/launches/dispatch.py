@@ -32,11 +32,11 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHARE_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
 """Columns of K and V for which the kernel for shares on Hopper has a configuration."""
 TILE_DIMS = (64, 128, 256)
-"""The largest power of 2 in the columns of K, for the kernel for tiles on Hopper. What is left, a
+"""The largest power of 2 in the columns of K, for the kernel for tiles on Hopper. The rest, a
 multiple of 16, is computed apart; V has as many columns as K, or only the power of 2."""
 LATENT_DIMS = (512, 64)
 NARROW_V = 32
-"""The ptxas of Triton 3.6.0 miscompiles the portable kernels for SM90 where V has 8 bits and a tile
+"""The ptxas of Triton 3.6.0 miscompiles the portable kernels for SM90 if V has 8 bits and a tile
 of at most this many columns: results are wrong on an H200, and right with `--opt-level 0`."""
 LEAST_WARPGROUP_ROWS = 64
 """Triton multiplies tiles with fewer rows warp by warp, which is compiled correctly."""
@@ -49,7 +49,7 @@ class LayerTraits:
     layer: LayerSpec
     shape: Shape
     dtype: torch.dtype | None
-    """Q's dtype; None where the request does not name one."""
+    """Q's dtype; None if the request does not name one."""
     keys: Keys | None
     """The pool's memory, for a layer that the pool stores."""
     page_size: int
@@ -61,7 +61,7 @@ class LayerTraits:
 
     @property
     def key_bits(self) -> int:
-        """Bits of a value of K; 16 where its dtype is not known."""
+        """Bits of a value of K; 16 if its dtype is not known."""
         if self.keys is not None and self.keys.k_scales is not None:
             return 4
         return 16 if self.key_dtype is None else 8 * self.key_dtype.itemsize
@@ -159,7 +159,7 @@ SHARE_KERNELS: Mapping[str, AttentionKernel] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatch:
-    """Chooses a layer's launch configurations, each of which names its kernel."""
+    """Chooses a layer's launch configurations. Each names its kernel."""
 
     traits: LayerTraits
     arch: str
@@ -175,7 +175,7 @@ class Dispatch:
         return self._safe(self.tables.tiles(self._query(TILE_KERNELS, 1, hides=hides)))
 
     def short_tiles(self) -> TileConfig | None:
-        """Tiles of the same kernel that are less tall; None where there are none."""
+        """Tiles of the same kernel that are less tall; None if there are none."""
         if self.deterministic:
             return None
         query = self._query(TILE_KERNELS, 1, hides=False)

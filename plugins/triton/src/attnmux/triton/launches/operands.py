@@ -43,7 +43,7 @@ class Slots(NamedTuple):
     table: torch.Tensor
     """[R, W] int32."""
     rows: torch.Tensor | None
-    """[at least B] int64; None where request i of the batch has row i."""
+    """[at least B] int64; None if request i of the batch has row i."""
     page_size: int
     begins_with_encoder: bool
     """Whether the decoder's keys follow the encoder's; else they begin in column 0."""
@@ -80,11 +80,11 @@ class Keys(NamedTuple):
     k: torch.Tensor
     """[rows, Hkv, D]."""
     v: torch.Tensor
-    """[rows, Hkv, Dv]; not read where the layer is latent."""
+    """[rows, Hkv, Dv]; not read if the layer is latent."""
     k_rope: torch.Tensor | None = None
-    """[rows, 1, rope], where K does not hold it."""
+    """[rows, 1, rope], if K does not hold it."""
     k_scales: torch.Tensor | None = None
-    """[rows, Hkv, words] int32, each of 4 scales, where K and V are 4-bit floats: those are then
+    """[rows, Hkv, words] int32, each of 4 scales, if K and V are 4-bit floats: those are then
     words of 8 values, [rows, Hkv, D / 8] int32."""
     v_scales: torch.Tensor | None = None
 
@@ -104,7 +104,7 @@ class Keys(NamedTuple):
         return cls(call.k, call.k if call.v is None else call.v, call.k_rope)
 
     def whole(self, dtype: torch.dtype) -> Keys:
-        """These keys as whole rows of that dtype, copied only where they are not."""
+        """These keys as whole rows of that dtype, copied only if they are not."""
         rope = None if self.k_rope is None else whole_rows(self.k_rope, dtype)
         return Keys(whole_rows(self.k, dtype), whole_rows(self.v, dtype), rope)
 

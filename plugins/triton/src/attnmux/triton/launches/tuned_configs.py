@@ -29,11 +29,11 @@ KINDS: Mapping[str, type[Config]] = {
     "chains": TileConfig,
     "shares": ShareConfig,
 }
-"""What a configuration is for: prompts, chains of drafts in tiles, and few new tokens."""
+"""Kinds of configurations: for prompts, for chains of drafts in tiles, and for few new tokens."""
 MAXNREG = "maxnreg"
-"""The compiler's option that portable kernels take besides."""
+"""A further compiler option of portable kernels."""
 NUMBERS = ("k_dim", "v_dim", "rows", "page", "key_bits")
-"""The fields of `TunedLaunch.subject` besides the kind: columns of K and of V, query heads of a KV
+"""The fields of `TunedLaunch.subject` after the kind: columns of K and of V, query heads of a KV
 head times new tokens of a request (for tiles, the heads), the page size of the kernel's table, and
 the bits of a value of K."""
 
@@ -46,10 +46,10 @@ class Variants:
     """Whole configurations. None for a kernel that takes any numbers: its warps and registers
     follow from these, where kernels that share registers out among their warps may hang."""
     axes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Values of single fields, each of which fits every base."""
+    """Values of single fields. Each fits every base."""
 
     def read(self, values: Mapping[str, OptionValue]) -> Config | None:
-        """The configuration that `values_of` wrote; None where it is not one of these."""
+        """The configuration that `values_of` wrote; None if it is not one of these."""
         for base in self.bases:
             changes: dict[str, Any] = {
                 name: values.get(name)
@@ -65,7 +65,7 @@ class Variants:
 def _listed(kernel: str, kind: type[Config]) -> tuple[Config, ...]:
     """A kernel's configurations in `hopper_configs`."""
     every = vars(hopper_configs).values()
-    return tuple(each for each in every if isinstance(each, kind) and each.kernel == kernel)
+    return tuple(config for config in every if isinstance(config, kind) and config.kernel == kernel)
 
 
 VARIANTS: Mapping[tuple[str, type[Config]], Variants] = {

@@ -36,7 +36,7 @@ class TritonLinearBackend(LinearAttentionBackend):
     always do: in chunks, a V of one dim would be a matrix of one column."""
 
     least_span = 16
-    """Chunks that a program goes through at least where a long prompt is cut into spans."""
+    """Chunks that a program goes through at least if a long prompt is cut into spans."""
 
     _step: LinearStep
 
@@ -47,7 +47,7 @@ class TritonLinearBackend(LinearAttentionBackend):
         *,
         device: LinearDevice | None = None,
     ) -> None:
-        """device: the one to serve, if not that which Triton drives. Raises BackendFailed where
+        """device: the one to serve, if not that which Triton drives. Raises BackendFailed if
         Triton cannot drive the context's device."""
         super().__init__(context, options)
         self.device = LinearDevice.of(context) if device is None else device
@@ -136,7 +136,7 @@ class TritonLinearBackend(LinearAttentionBackend):
 
     @property
     def _scan_stages(self) -> int:
-        """Where loads ahead take registers, half as many do for half as many threads: compiled for
+        """If loads ahead take registers, half as many do for half as many threads: compiled for
         gfx1201, 6 stages spill 376 bytes a thread, and 3 none."""
         device = self.device
         return SCAN_STAGES if device.copies_ahead else SCAN_STAGES * device.warp_threads // 64

@@ -24,7 +24,7 @@ MOST_STAGES = 4
 """Chunks that are loaded ahead: on an H200, a pass over 32,768 tokens takes 977 us with 2, 651 with
 3 and 568 with 4."""
 MOST_IN_REGISTERS = 2
-"""The same where loads ahead go to registers. With 4, Triton 3.6 does not compile the delta rule
+"""The same if loads ahead go to registers. With 4, Triton 3.6 does not compile the delta rule
 for gfx950."""
 LEAST_SPANS = 4
 """Spans of a request, at least: its chunks are gone through three times then, two of these at
@@ -37,9 +37,9 @@ class StatePass:
 
     step: LinearStep
     read: tuple[torch.Tensor | int | None, ...]
-    """What both kernels read, from k to last."""
+    """Arguments that both kernels read, from k to last."""
     new: torch.Tensor
-    """[T, Hv, V]: U, or what is made the new values."""
+    """[T, Hv, V]: U, or the values from which the new ones are made."""
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """The states [rows, Hv, K, V] float32, rows [B] int64, and cached tokens [B] int32."""
     options: Mapping[str, Any]

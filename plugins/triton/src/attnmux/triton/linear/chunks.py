@@ -28,7 +28,7 @@ WIDE_BLOCK = 128
 CHANNELS = 64
 """Channels of a chunk with a decay for each channel that a program holds at once."""
 FEW_CHANNELS = 16
-"""The same where registers lack: compiled for gfx1201, 64 spill 1,240 bytes a thread, 32 spill 244,
+"""The same if registers lack: compiled for gfx1201, 64 spill 1,240 bytes a thread, 32 spill 244,
 and 16 none."""
 SOLVE_REGISTERS = 168
 """Registers of a thread that inverts a chunk: three programs fit a multiprocessor of an H200, and
@@ -185,8 +185,8 @@ class ChunkRun:
 
     @property
     def _output_block(self) -> int:
-        """Columns of V that one program makes: all of 128 where what it reads of them fits, so that
-        the weights of a chunk are made once."""
+        """Columns of V that one program makes: all of 128 if they fit, so that the weights of a
+        chunk are made once."""
         block_k = self._shape["BLOCK_K"]
         read = 2 * CHUNK * block_k + WIDE_BLOCK * (block_k + CHUNK)
         fits = read * self.call.v.dtype.itemsize <= self.device.shared_memory

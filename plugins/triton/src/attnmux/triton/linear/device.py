@@ -1,4 +1,4 @@
-"""What the kernels of linear layers know of the device that Triton drives."""
+"""Properties of Triton's device that the kernels of linear layers use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearDevice:
-    """The device's limits, and what its compiler takes."""
+    """The device's limits, and its compiler's options."""
 
     compute_units: int
     shared_memory: int = 0
@@ -32,7 +32,7 @@ class LinearDevice:
 
     @classmethod
     def of(cls, context: BackendContext) -> LinearDevice:
-        """Raises BackendFailed where Triton cannot drive the device."""
+        """Raises BackendFailed if Triton cannot drive the device."""
         units = compute_units(context)
         if triton.knobs.runtime.interpret:
             return cls(compute_units=units)
@@ -71,10 +71,10 @@ class LinearDevice:
 
         Without TF32 they are exact and run outside of tensor cores, and each thread holds rows of
         both sides. Warps of 64 threads have twice the registers, and matrix instructions for
-        float32. What runs with TF32 keeps the launches that were measured.
+        float32. Kernels with TF32 keep the measured launches.
         """
         return not self.has_tf32 and self.warp_threads < 64
 
     def registers(self, most: int) -> dict[str, int]:
-        """The option that gives a thread this many registers, where the compiler has one."""
+        """The option that gives a thread this many registers, if the compiler has one."""
         return {"maxnreg": most} if self.limits_registers else {}

@@ -1,4 +1,4 @@
-"""What the kernels of linear layers read of a step with many new tokens."""
+"""A step with many new tokens, as the kernels of linear layers read it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LinearStep:
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> LinearStep:
-        """Raises InvalidInput without lengths. Reads them from the device where there is no host
+        """Raises InvalidInput without lengths. Reads them from the device if there is no host
         mirror."""
         new = batch.extend_seq_lens
         if new is None or batch.extend_prefix_lens is None:

@@ -77,7 +77,7 @@ def make_setup(job: Job, load: Load) -> Setup:
 
 
 def layer_of(request: Request) -> LayerSpec:
-    """A plain layer of the request's dims and heads. Raises InvalidInput where they are missing."""
+    """A plain layer of the request's dims and heads. Raises InvalidInput if they are missing."""
     kv_heads = 1 if request.latent else request.num_kv_heads
     width = request.kv_lora_rank if request.latent else request.head_dim
     rope = (request.qk_rope_head_dim or 0) if request.latent else 0

@@ -89,7 +89,7 @@ def tried(
 
 
 def _served(job: Job, load: Load, setup: Setup) -> tuple[str, Dispatch, Config]:
-    """What a load's step runs: a kind of configuration, the layer's dispatch, and its own one."""
+    """The configuration of a load's step: its kind, the layer's dispatch, and its own one."""
     (spec,) = setup.context.layers
     arch = job.platform.arch
     tables = ConfigTables.of(TunedLaunch.current(job.launches, ADDRESS, job.platform), arch)
@@ -110,7 +110,9 @@ def _others(variants: Variants, start: Config, axis: str | None) -> list[Config]
     if axis is None:
         return [base for base in variants.bases if base != start]
     changes: list[dict[str, Any]] = [{axis: number} for number in variants.axes[axis]]
-    return [replace(start, **each) for each in changes if each != {axis: getattr(start, axis)}]
+    return [
+        replace(start, **change) for change in changes if change != {axis: getattr(start, axis)}
+    ]
 
 
 def _together(job: Job, measure: Callable[[], Timed]) -> Timed:

@@ -203,7 +203,7 @@ def measure(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What `--keep` stored, and how it changes the choice."""
+    """The result of `--keep`, and its effect on the choice."""
 
     path: Path
     checks: tuple[Check, ...]

@@ -1,4 +1,4 @@
-"""What a model hands to its decoder for a prompt with images, read off the model itself.
+"""The inputs of a model's decoder for a prompt with images, captured from the model itself.
 
 The model runs up to its decoder, which a hook stops. Nothing is known about any model by its name:
 embeddings, positions and masks are those that the model made.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attnmux.transformers.load.options import RunnerOptions
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""What a processor returns besides the inputs of the vision tower."""
+"""Results of a processor that are no inputs of the vision tower."""
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take the kind of each token: 0 text, 1 image."""
@@ -49,7 +49,7 @@ class _Stopped(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class _Handed:
-    """What the decoder got."""
+    """The decoder's captured arguments."""
 
     inputs: dict[str, Any] = field(default_factory=dict)
     masks: list[MaskFunction] = field(default_factory=list)
@@ -101,8 +101,8 @@ class ImageReader(ModelPart):
         return tuple(layers)
 
     def ask(self, ways: Sequence[Request], options: RunnerOptions) -> list[Request]:
-        asked = {"encoder_head_dim": self.tower.layer.qk_head_dim, "custom_mask": self.has_spans}
-        return [way.replace(origin="model", **asked) for way in ways]
+        needs = {"encoder_head_dim": self.tower.layer.qk_head_dim, "custom_mask": self.has_spans}
+        return [way.replace(origin="model", **needs) for way in ways]
 
     def attach(self, context: BackendContext, decision: Decision) -> None:
         self.tower.build(decision, context.device)
@@ -111,7 +111,7 @@ class ImageReader(ModelPart):
         return {"position_ids": ModelInput(dtype=torch.int64)}
 
     def inputs(self, step: Step) -> Mapping[str, torch.Tensor]:
-        """What the model takes besides or instead of the tokens' ids and places."""
+        """The model's arguments in addition to or instead of the tokens' ids and places."""
         positions = step.batch.positions if step.position_ids is None else step.position_ids
         inputs = {"position_ids": positions}
         if step.images is not None:
@@ -126,8 +126,8 @@ class ImageReader(ModelPart):
         """The spans of a prompt without pixels that claims to hold an image."""
         types = torch.tensor([[0, 1, 1, 1, 0]], device=self._model.device)
         taken = inspect.signature(self._model.forward).parameters
-        told = {name: types for name in TYPES if name in taken}
-        handed = self._run({"input_ids": torch.zeros_like(types), **told})
+        token_types = {name: types for name in TYPES if name in taken}
+        handed = self._run({"input_ids": torch.zeros_like(types), **token_types})
         return self._spans(handed, types.shape[1])
 
     @torch.inference_mode(False)
@@ -139,22 +139,22 @@ class ImageReader(ModelPart):
         that do not match the placeholders, and for a model whose decoder takes more than
         embeddings, positions and spans.
         """
-        given = self._given(inputs)
-        ids = [int(token) for token in given["input_ids"][0].tolist()]
+        tensors = self._given(inputs)
+        ids = [int(token) for token in tensors["input_ids"][0].tolist()]
         places = [place for place, token in enumerate(ids) if token == self.token_id]
-        seen = {name: value for name, value in given.items() if name not in TOKEN_INPUTS}
+        seen = {name: value for name, value in tensors.items() if name not in TOKEN_INPUTS}
         pixels = [name for name, value in seen.items() if value.is_floating_point()]
         for name in pixels:
-            given[name] = seen[name].to(self._model.dtype)
+            tensors[name] = seen[name].to(self._model.dtype)
         if not places or not pixels:
             raise InvalidInput(
                 "images",
                 got=f"{len(places)} placeholders, and {', '.join(pixels) or 'no pixels'}",
                 expected="a prompt with a placeholder for each of its images",
             )
-        del given["attention_mask"]
+        del tensors["attention_mask"]
         calls = self.tower.num_calls
-        handed = self._run(given)
+        handed = self._run(tensors)
         if self.tower.num_calls == calls:
             raise InvalidInput(
                 "images",
@@ -181,32 +181,34 @@ class ImageReader(ModelPart):
 
     def _given(self, inputs: object) -> dict[str, torch.Tensor]:
         """The tensors, on the model's device, with an attention_mask that hides nothing."""
-        found: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
-        given = {
+        mapping: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
+        tensors = {
             name: value.to(self._model.device)
-            for name, value in found.items()
+            for name, value in mapping.items()
             if isinstance(value, torch.Tensor)
         }
-        ids = given.get("input_ids")
-        mask = given.setdefault("attention_mask", torch.ones(1))
+        ids = tensors.get("input_ids")
+        mask = tensors.setdefault("attention_mask", torch.ones(1))
         got = f"no input_ids in a {type(inputs).__name__}"
         if ids is not None:
             got = f"input_ids {tuple(ids.shape)} in {ids.dtype}, or padding"
             is_prompt = ids.ndim == 2 and len(ids) == 1 and not ids.is_floating_point()
             # Prefixes are shared by ids and images alone
-            own = [f"{name} too" for name in ("position_ids", "inputs_embeds") if name in given]
-            own += [
-                f"{name} {tuple(given[name].shape)} for input_ids {tuple(ids.shape)}"
-                for name in TYPES
-                if name in given and given[name].shape != ids.shape
+            faults = [
+                f"{name} too" for name in ("position_ids", "inputs_embeds") if name in tensors
             ]
-            if is_prompt and bool(mask.all()) and not own:
-                return given
-            got = ", ".join(own) or got
+            faults += [
+                f"{name} {tuple(tensors[name].shape)} for input_ids {tuple(ids.shape)}"
+                for name in TYPES
+                if name in tensors and tensors[name].shape != ids.shape
+            ]
+            if is_prompt and bool(mask.all()) and not faults:
+                return tensors
+            got = ", ".join(faults) or got
         raise InvalidInput(
             "images",
             got=got,
-            expected="what the processor returns for one prompt in torch tensors: input_ids [1, P]",
+            expected="the processor's result for one prompt in torch tensors: input_ids [1, P]",
         )
 
     def _run(self, given: Mapping[str, torch.Tensor]) -> _Handed:
@@ -240,8 +242,10 @@ class ImageReader(ModelPart):
         ]
         mask = handed.inputs.get("attention_mask")
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
-        own = [one for one in masks if one is not None and one.shape != (1, 1, 1, 1)]
-        if more or own or handed.inputs.get("inputs_embeds") is None:
+        unknown_masks = [
+            shown for shown in masks if shown is not None and shown.shape != (1, 1, 1, 1)
+        ]
+        if more or unknown_masks or handed.inputs.get("inputs_embeds") is None:
             raise InvalidInput(
                 "images",
                 got=f"{self._name}, whose decoder takes {more or 'a mask of its own'}",
@@ -264,18 +268,18 @@ class ImageReader(ModelPart):
         return embeds[torch.tensor(places, device=embeds.device)].clone()
 
     def _positions(self, handed: _Handed, length: int) -> torch.Tensor | None:
-        """[3, P] on the host; None where positions are places."""
-        given = handed.inputs.get("position_ids")
-        if given is None:
+        """[3, P] on the host; None if positions are places."""
+        positions = handed.inputs.get("position_ids")
+        if positions is None:
             return None
-        rows: torch.Tensor = given.reshape(-1, length).cpu()
+        rows: torch.Tensor = positions.reshape(-1, length).cpu()
         if torch.equal(rows, torch.arange(length).expand_as(rows)):
             return None
         if rows.shape[0] == 3 and bool((rows[:, -1] == rows.max()).all()):
             return rows
         raise InvalidInput(
             "images",
-            got=f"positions {tuple(given.shape)}, and an image or a smaller one at the end",
+            got=f"positions {tuple(positions.shape)}, and an image or a smaller one at the end",
             expected="positions [3, 1, P], whose last token is text",
         )
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionBackend, Decision
 
 VISION = "attnmux_flash_vision"
-"""The attention implementation of vision towers. Where it has "flash" in its name, towers that pack
+"""The attention implementation of vision towers. If it has "flash" in its name, towers that pack
 images hand all of them to one call, with their bounds; else they call it for each."""
 
 TOWER = "_attnmux_tower"
@@ -44,7 +44,7 @@ START = Room(8, 1024)
 
 
 def tower_of(model: PreTrainedModel) -> torch.nn.Module | None:
-    """The vision tower of a model; None where it reads text alone."""
+    """The vision tower of a model; None if it reads text alone."""
     tower: Any = model.get_encoder(modality="image")
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
     if tower is model or tower is decoder or tower in set(decoder.modules()):
@@ -62,8 +62,8 @@ class VisionTower:
         if tower is None:
             raise InvalidInput("images", got=f"{name}, which reads only text", expected="none")
         self._tower = tower
-        self._layers: list[Any] = [each for each in tower.modules() if _is_attention(each)]
-        specs = {_shape_of(each) for each in self._layers}
+        self._layers: list[Any] = [module for module in tower.modules() if _is_attention(module)]
+        specs = {_shape_of(layer) for layer in self._layers}
         if len(specs) != 1:
             raise InvalidInput(
                 "images",
@@ -206,8 +206,8 @@ def vision_forward(
     lens = (length,) * batch_size
     if cu_seq_lens_q is not None:
         lens = tuple(cu_seq_lens_q.diff().tolist())
-    q, k, v = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (query, key, value))
-    kept = {name: given for name, given in kwargs.items() if name not in PACKING}
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
+    kept = {name: option for name, option in kwargs.items() if name not in PACKING}
     out = tower.attend(q, k, v, Lens(lens, lens), **kept)
     return out.view(batch_size, length, num_heads, dim), None
 

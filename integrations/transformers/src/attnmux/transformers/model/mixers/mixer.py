@@ -12,7 +12,7 @@ from attnmux.core import InvalidInput, LinearLayerSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recurrence:
-    """What a mixer asks for, in the contract's terms: see `LinearCall`."""
+    """A mixer's call in the contract's terms: see `LinearCall`."""
 
     kind: str
     """One of `Request.LINEAR_KINDS`."""
@@ -36,7 +36,7 @@ class Convolution:
 
 
 class Runs(Protocol):
-    """Whoever runs the calls of mixers."""
+    """Runs the calls of mixers."""
 
     def recur(self, mixer: Mixer, asked: Recurrence) -> torch.Tensor:
         """[T, Hv, V]"""

@@ -1,4 +1,4 @@
-"""What the mixers of transformers' models call, in the contract's terms.
+"""Functions that the mixers of transformers' models call, in the contract's terms.
 
 Each function here has the arguments of one of transformers', after the mixer that calls it.
 """
@@ -31,8 +31,8 @@ def _convolve(
     if activation not in ACTIVATIONS:
         raise InvalidInput(f"{mixer.name}, activation", got=activation, expected="silu or none")
     rows = row_of(mixer, x).t().contiguous()
-    asked = Convolution(x=rows, weight=weight, bias=bias, silu=activation is not None)
-    return mixer.convolve(asked).t().unsqueeze(0)
+    convolution = Convolution(x=rows, weight=weight, bias=bias, silu=activation is not None)
+    return mixer.convolve(convolution).t().unsqueeze(0)
 
 
 def _delta_rule(
@@ -52,7 +52,7 @@ def _delta_rule(
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: q, k [1, T, Hk, K], v
     [1, T, Hv, V], to [1, T, Hv, V] and no final state. Both scale by the square root of K."""
     _refuse(mixer, kwargs)
-    asked = Recurrence(
+    recurrence = Recurrence(
         kind=kind,
         q=row_of(mixer, query),
         k=row_of(mixer, key),
@@ -62,7 +62,7 @@ def _delta_rule(
         scaling=query.shape[-1] ** -0.5,
         qk_l2norm=use_qk_l2norm_in_kernel,
     )
-    return mixer.recur(asked).unsqueeze(0), None
+    return mixer.recur(recurrence).unsqueeze(0), None
 
 
 def _gated_delta_rule(mixer: Mixer, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:  # noqa: ANN401  # as _delta_rule
@@ -98,7 +98,7 @@ def _mamba2_scan(
         dt = torch.nn.functional.softplus(dt)
     steps = row_of(mixer, dt.clamp(min=dt_limit[0], max=dt_limit[1])).float()
     x = row_of(mixer, hidden_states)
-    asked = Recurrence(
+    recurrence = Recurrence(
         kind="mamba2",
         q=row_of(mixer, C),
         k=row_of(mixer, B),
@@ -108,7 +108,7 @@ def _mamba2_scan(
         scaling=1.0,
         qk_l2norm=False,
     )
-    out = mixer.recur(asked).float()
+    out = mixer.recur(recurrence).float()
     if D is not None:
         out = out + D.unsqueeze(-1) * x.float()
     return out.unsqueeze(0)
@@ -136,13 +136,13 @@ def _selective_scan(
     The last three flags choose among ways to compute the same.
     """
     _refuse(mixer, kwargs)
-    x, steps, keys, queries = (row_of(mixer, each).t() for each in (hidden_states, dt, B, C))
+    x, steps, keys, queries = (row_of(mixer, tensor).t() for tensor in (hidden_states, dt, B, C))
     if delta_bias is not None:
         steps = steps + delta_bias.to(steps.dtype)
     if delta_softplus:
         steps = torch.nn.functional.softplus(steps)
     steps = steps.float()
-    asked = Recurrence(
+    recurrence = Recurrence(
         kind="mamba1",
         q=queries.unsqueeze(1).contiguous(),
         k=keys.unsqueeze(1).contiguous(),
@@ -152,7 +152,7 @@ def _selective_scan(
         scaling=1.0,
         qk_l2norm=False,
     )
-    out = mixer.recur(asked).squeeze(-1)
+    out = mixer.recur(recurrence).squeeze(-1)
     if D is not None:
         out = out + x * D
     if z is not None:

@@ -3,7 +3,7 @@
 transformers gives such a layer's kernel as a function of the model's own module, such as
 `torch_chunk_gated_delta_rule`. A module that calls one is a mixer. Its forward gets functions of
 ours in their place; the model's code runs unchanged, and no other model is touched. A module that
-computes its recurrence in its own code is a mixer where `own_recurrences.py` has an adapter.
+computes its recurrence in its own code is a mixer if `own_recurrences.py` has an adapter.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def bind(mixer: Mixer) -> None:
 
 def _rebound(mixer: Mixer) -> Callable[..., Any]:
     """The module's own code, in which the functions' names are ours."""
-    own = inspect.unwrap(type(mixer.module).forward)
-    ours = {name: _bound(mixer, run) for name, run in FUNCTIONS.items() if calls(own, name)}
+    original = inspect.unwrap(type(mixer.module).forward)
+    ours = {name: _bound(mixer, run) for name, run in FUNCTIONS.items() if calls(original, name)}
     forward = FunctionType(
-        own.__code__,
-        {**own.__globals__, **ours},
-        own.__name__,
-        own.__defaults__,
-        own.__closure__,
+        original.__code__,
+        {**original.__globals__, **ours},
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
     )
-    forward.__kwdefaults__ = own.__kwdefaults__
+    forward.__kwdefaults__ = original.__kwdefaults__
     return partial(forward, mixer.module)
 
 
@@ -75,12 +75,12 @@ def has_mixers(model_class: type[torch.nn.Module]) -> bool:
 def has_attention(model_class: type[torch.nn.Module]) -> bool:
     """Whether a class beside the model's calls transformers' attention interface."""
     layers = _beside(model_class)
-    return any(calls(inspect.unwrap(one.forward), "ALL_ATTENTION_FUNCTIONS") for one in layers)
+    return any(calls(inspect.unwrap(layer.forward), "ALL_ATTENTION_FUNCTIONS") for layer in layers)
 
 
 def _beside(model_class: type[torch.nn.Module]) -> list[type[torch.nn.Module]]:
     beside = vars(sys.modules[model_class.__module__]).values()
-    return [one for one in beside if isinstance(one, type) and issubclass(one, torch.nn.Module)]
+    return [kind for kind in beside if isinstance(kind, type) and issubclass(kind, torch.nn.Module)]
 
 
 def _is_mixer(layer: type[torch.nn.Module]) -> bool:
@@ -115,7 +115,7 @@ class MixerRecorder:
             raise InvalidInput(mixer.name, got="a second recurrence", expected="one in each layer")
         self.recurrences[mixer.number] = asked
         group = asked.v.shape[1] // asked.q.shape[1]
-        q, k = (_normed(each.float(), asked.qk_l2norm) for each in (asked.q, asked.k))
+        q, k = (_normed(tensor.float(), asked.qk_l2norm) for tensor in (asked.q, asked.k))
         met = asked.scaling * (q * k).sum(-1, keepdim=True).repeat_interleave(group, dim=1)
         v = asked.v if asked.beta is None else asked.beta.unsqueeze(-1) * asked.v
         return (met * v).to(asked.v.dtype)
@@ -131,16 +131,16 @@ class MixerRecorder:
         one that the contract cannot express."""
         convs = self.convolutions.get(mixer.number, [])
         sizes = {conv.weight.shape[1] for conv in convs}
-        asked = self.recurrences.get(mixer.number)
+        recurrence = self.recurrences.get(mixer.number)
         if len(sizes) > 1 or any(conv.x.dtype != dtype for conv in convs):
             got = f"convolutions of {sorted(sizes)} taps in {[conv.x.dtype for conv in convs]}"
             raise InvalidInput(mixer.name, got=got, expected=f"one number of taps, in {dtype}")
-        if asked is None and not convs:
+        if recurrence is None and not convs:
             raise InvalidInput(mixer.name, got="no call", expected="a layer that each step runs")
-        shape = {} if asked is None else _shape(asked)
+        shape = {} if recurrence is None else _shape(recurrence)
         return LinearLayerSpec(
             layer_id=mixer.number,
-            kind="conv" if asked is None else asked.kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
+            kind="conv" if recurrence is None else recurrence.kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
             conv_dims=tuple(conv.weight.shape[0] for conv in convs),
             conv_size=max(sizes, default=0),
             **shape,
@@ -218,8 +218,8 @@ class Mixers(ModelPart):
 
     @classmethod
     def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Mixers | None:
-        found = mixers_of(model)
-        return cls(each=found) if found else None
+        mixers = mixers_of(model)
+        return cls(each=mixers) if mixers else None
 
     def bind(self) -> None:
         for mixer in self.each:

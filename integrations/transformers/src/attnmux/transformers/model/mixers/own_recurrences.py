@@ -30,7 +30,7 @@ BASE = 256
 def ngram_features(mixer: Mixer) -> Callable[..., Any]:
     """Qwen4-Exp's: hashed n-grams choose embeddings, which a dilated convolution mixes.
 
-    An n-gram does not reach over an end of text. Where there is no token, it has that one's id.
+    An n-gram does not reach over an end of text. If there is no token, it has that one's id.
     """
     module: Any = mixer.module
     embedding = module.ple_embedding
@@ -50,18 +50,18 @@ def ngram_features(mixer: Mixer) -> Callable[..., Any]:
         x = digits.to(module.conv1d.weight.dtype)
         weight = x.new_zeros((len(places), width))
         weight[:, -2] = 1
-        found = mixer.convolve(Convolution(x=x, weight=weight, bias=None, silu=False)).long()
-        known = found[:, 0] - 1
+        earlier = mixer.convolve(Convolution(x=x, weight=weight, bias=None, silu=False)).long()
+        known = earlier[:, 0] - 1
         for n, place in enumerate(places[1:], start=1):
-            known = known + found[:, n] * place
+            known = known + earlier[:, n] * place
         return torch.where(known < 0, end, known)
 
     def convolve(hidden_states: torch.Tensor, _: None) -> torch.Tensor:
-        x, own = row_of(mixer, hidden_states).contiguous(), module.conv1d.weight.squeeze(1)
-        weight = x.new_zeros((own.shape[0], width))
-        weight[:, width - taps :: spaced] = own
-        asked = Convolution(x=x, weight=weight, bias=None, silu=True)
-        return mixer.convolve(asked).unsqueeze(0)
+        x, conv_weight = row_of(mixer, hidden_states).contiguous(), module.conv1d.weight.squeeze(1)
+        weight = x.new_zeros((conv_weight.shape[0], width))
+        weight[:, width - taps :: spaced] = conv_weight
+        convolution = Convolution(x=x, weight=weight, bias=None, silu=True)
+        return mixer.convolve(convolution).unsqueeze(0)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -75,8 +75,8 @@ def ngram_features(mixer: Mixer) -> Callable[..., Any]:
         for _ in range(embedding.context_len):
             ngram.append(before(torch.where(ids == end, end, ngram[-1])))
         embedding._shift_right_ignore_eos = lambda _, shift: ngram[shift].unsqueeze(0)
-        made: torch.Tensor = type(module).forward(module, hidden_states, input_ids, None)
-        return made
+        output: torch.Tensor = type(module).forward(module, hidden_states, input_ids, None)
+        return output
 
     module._short_conv = convolve
     return forward
@@ -93,7 +93,7 @@ def _lightning(mixer: Mixer) -> Callable[..., Any]:
         refuse_padding(mixer, attention_mask)
         qkv = module.act_fn(module.qkv_proj(row_of(mixer, hidden_states)))
         q, k, v = qkv.view(-1, heads, 3 * dim).split(dim, dim=2)
-        asked = Recurrence(
+        recurrence = Recurrence(
             kind="lightning",
             q=q.contiguous(),
             k=k.contiguous(),
@@ -103,7 +103,7 @@ def _lightning(mixer: Mixer) -> Callable[..., Any]:
             scaling=1.0,
             qk_l2norm=False,
         )
-        out = module.norm(mixer.recur(asked).flatten(1).unsqueeze(0))
+        out = module.norm(mixer.recur(recurrence).flatten(1).unsqueeze(0))
         return module.out_proj(module.output_gate(hidden_states).sigmoid() * out), None
 
     return forward
@@ -130,7 +130,7 @@ def _zamba(mixer: Mixer) -> Callable[..., Any]:
         )
         dt = dt @ module.dt_proj_weight.mT + module.dt_proj_bias[:, None]
         dt = torch.nn.functional.softplus(dt).transpose(0, 1).flatten(1).float()
-        asked = Recurrence(
+        recurrence = Recurrence(
             kind="mamba1",
             q=q.transpose(0, 1).contiguous(),
             k=k.transpose(0, 1).contiguous(),
@@ -140,7 +140,7 @@ def _zamba(mixer: Mixer) -> Callable[..., Any]:
             scaling=1.0,
             qk_l2norm=False,
         )
-        out = mixer.recur(asked).squeeze(-1) + x * module.D.flatten()
+        out = mixer.recur(recurrence).squeeze(-1) + x * module.D.flatten()
         return module.out_proj((out * torch.nn.functional.silu(gate)).unsqueeze(0))  # type: ignore[no-any-return]  # a tensor
 
     return forward
@@ -154,15 +154,15 @@ def _rg_lru(mixer: Mixer) -> Callable[..., Any]:
     def convolve(x: torch.Tensor) -> torch.Tensor:
         weight, bias = block.conv_1d.weight.squeeze(1), block.conv_1d.bias
         rows = row_of(mixer, x).t().contiguous()
-        asked = Convolution(x=rows, weight=weight, bias=bias, silu=False)
-        return mixer.convolve(asked).t().unsqueeze(0)
+        convolution = Convolution(x=rows, weight=weight, bias=bias, silu=False)
+        return mixer.convolve(convolution).t().unsqueeze(0)
 
     def scan(
         hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, **_: object
     ) -> tuple[torch.Tensor, None]:
         x, decay = row_of(mixer, hidden_states), row_of(mixer, recurrent_gate).float()
         ones = x.new_ones((x.shape[0], 1, 1))
-        asked = Recurrence(
+        recurrence = Recurrence(
             kind="mamba1",
             q=ones,
             k=ones,
@@ -172,7 +172,7 @@ def _rg_lru(mixer: Mixer) -> Callable[..., Any]:
             scaling=1.0,
             qk_l2norm=False,
         )
-        return mixer.recur(asked).squeeze(-1).unsqueeze(0), None
+        return mixer.recur(recurrence).squeeze(-1).unsqueeze(0), None
 
     block.conv_1d.forward = convolve
     replace_function(block.rg_lru, "_rnn_scan", scan)
@@ -180,7 +180,7 @@ def _rg_lru(mixer: Mixer) -> Callable[..., Any]:
 
 
 def _mlstm(mixer: Mixer) -> Callable[..., Any]:
-    """xLSTM's: values are divided by the sum of their weights, or by 1 where that is less.
+    """xLSTM's: values are divided by the sum of their weights, or by 1 if that is less.
 
     The sum is a column of ones beside V. Weights are e^gate, capped, so that they need no running
     maximum here; the module's eps, which it adds in units of that maximum, is left out.
@@ -201,9 +201,9 @@ def _mlstm(mixer: Mixer) -> Callable[..., Any]:
         fgate: torch.Tensor,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        q, k, v = (row_of(mixer, each).transpose(0, 1) for each in (query, key, value))
-        gates, decays = (row_of(mixer, each).t().float() for each in (igate, fgate))
-        asked = Recurrence(
+        q, k, v = (row_of(mixer, tensor).transpose(0, 1) for tensor in (query, key, value))
+        gates, decays = (row_of(mixer, gate).t().float() for gate in (igate, fgate))
+        recurrence = Recurrence(
             kind="mamba2",
             q=q.contiguous(),
             k=k.contiguous(),
@@ -213,7 +213,7 @@ def _mlstm(mixer: Mixer) -> Callable[..., Any]:
             scaling=q.shape[-1] ** -0.5,
             qk_l2norm=False,
         )
-        out = mixer.recur(asked).float()
+        out = mixer.recur(recurrence).float()
         mean = out[..., :-1] / out[..., -1:].abs().clamp_min(math.exp(-cap))
         return mean.to(v.dtype).transpose(0, 1).unsqueeze(0), None
 
@@ -233,8 +233,8 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
         """x [T, C] of the token that is `by` places earlier; `before` [C] before the first."""
         weight = x.new_zeros((x.shape[1], taps))
         weight[:, -1 - by] = 1
-        asked = Convolution(x=x - before, weight=weight, bias=None, silu=False)
-        return mixer.convolve(asked) + before
+        convolution = Convolution(x=x - before, weight=weight, bias=None, silu=False)
+        return mixer.convolve(convolution) + before
 
     def forward(
         hidden_states: torch.Tensor,
@@ -249,8 +249,8 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
         q = (q + k.repeat_interleave(module.num_key_value_groups, dim=1)) * 0.5
         k = q.reshape(len(x), kv_heads, -1, dim).mean(dim=2)
 
-        own = depthwise.weight.squeeze(1)
-        weight = torch.nn.functional.pad(own, (taps - own.shape[1], 0))
+        depth_weight = depthwise.weight.squeeze(1)
+        weight = torch.nn.functional.pad(depth_weight, (taps - depth_weight.shape[1], 0))
         mixed = mixer.convolve(Convolution(x=projected, weight=weight, bias=None, silu=False))
         mixed = mixed + depthwise.bias
         places = range(module.grouped_kernel_size - 1, 0, -1)
@@ -263,8 +263,8 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
         of_none = module.v_proj_delayed(x.new_zeros(x.shape[1]))
         earlier = delayed(module.v_proj_delayed(x), 1, of_none)
         v = torch.cat([module.v_proj_current(x), earlier], dim=-1).view(len(x), kv_heads, dim)
-        made = mixed[:, :-kv_heads] + q, mixed[:, -kv_heads:] + k, v
-        return tuple(each.unsqueeze(0) for each in made)
+        parts = mixed[:, :-kv_heads] + q, mixed[:, -kv_heads:] + k, v
+        return tuple(tensor.unsqueeze(0) for tensor in parts)
 
     return forward
 

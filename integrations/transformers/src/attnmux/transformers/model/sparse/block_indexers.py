@@ -79,7 +79,9 @@ class BlockIndexer:
                 (module.k_proj, module.k_norm),
             )
         )
-        q, k = self.rotary(q, k, *(each[..., :dim] for each in position_embeddings))
+        q, k = self.rotary(
+            q, k, *(position_embedding[..., :dim] for position_embedding in position_embeddings)
+        )
         return q[0].transpose(0, 1), k[0, 0]
 
     def agrees(self) -> bool:
@@ -94,17 +96,17 @@ class BlockIndexer:
         places = torch.arange(count, device=weight.device)
         with _small_blocks(module):
             try:
-                own = type(module).forward(module, hidden, turns, None, places.unsqueeze(0))[0]
+                scored = type(module).forward(module, hidden, turns, None, places.unsqueeze(0))[0]
             except Exception:  # its forward takes something else: another version of the model
                 return False
-        q, k = (each.float() for each in self.project(hidden, turns))
+        q, k = (tensor.float() for tensor in self.project(hidden, turns))
         scores = self.ranking.scores(q[None], k[None], places[None], TRIED_BLOCK)
         ours = self.ranking.picks(scores, places[None], TRIED_BLOCK, TRIED_TOPK)[0]
-        own = own.transpose(0, 1)
-        if own.shape != ours.shape or not bool(((own < 0) == (ours < 0)).all()):
+        scored = scored.transpose(0, 1)
+        if scored.shape != ours.shape or not bool(((scored < 0) == (ours < 0)).all()):
             return False
         largest = scores[scores.isfinite()].abs().max()
-        worst, expected = (_worst(scores[0], picks) for picks in (own, ours))
+        worst, expected = (_worst(scores[0], picks) for picks in (scored, ours))
         return bool((expected - worst <= TOLERANCE * largest).all())
 
 

@@ -1,4 +1,4 @@
-"""An indexer's part of a step where it picks blocks: its keys go to their pool, its picks to the
+"""An indexer's part of a step if it picks blocks: its keys go to their pool, its picks to the
 batch."""
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class BlockPicker:
         None: over all."""
         table = self.req_to_token[rows, :width].long()
         q = index_q.float().view(len(rows), -1, *index_q.shape[1:])
-        places, into = (each.view(len(rows), -1, *each.shape[1:]) for each in (positions, picks))
+        places, into = (
+            tensor.view(len(rows), -1, *tensor.shape[1:]) for tensor in (positions, picks)
+        )
         size, ranking = self.block_size, self.rankings[layer_id]
         fits = KEYS_AT_ONCE // max(1, len(rows) * self.pool.head_dim) // size * size
         keys_at_once = max(size, min(fits, table.shape[1]))

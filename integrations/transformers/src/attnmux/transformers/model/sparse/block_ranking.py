@@ -22,7 +22,7 @@ class RanksBlocks(Protocol):
     ) -> torch.Tensor:
         """[R, n, H, blocks] float32; -inf for blocks that a token does not see.
 
-        index_q: [R, n, Hi, Di] float32. rows: [R, S, width] float32, what the indexer keeps of the
+        index_q: [R, n, Hi, Di] float32. rows: [R, S, width] float32, the indexer's rows of the
         tokens from the first of a block on. positions: [R, n], each token's place among these rows;
         below 0 it is before them.
         """
@@ -30,7 +30,7 @@ class RanksBlocks(Protocol):
     def picks(
         self, scores: torch.Tensor, positions: torch.Tensor, block_size: int, topk: int
     ) -> torch.Tensor:
-        """[R, n, H, topk] int32, followed by -1 where there are fewer.
+        """[R, n, H, topk] int32, followed by -1 if there are fewer.
 
         scores: of all blocks of the request. positions: [R, n], each token's place in it.
         """
@@ -63,8 +63,8 @@ class BestProducts:
         self, scores: torch.Tensor, positions: torch.Tensor, block_size: int, topk: int
     ) -> torch.Tensor:
         block = torch.arange(scores.shape[-1], device=scores.device)
-        own = (positions // block_size)[..., None, None]
-        is_local = (block <= own) & (block > own - self.local_blocks)
+        own_block = (positions // block_size)[..., None, None]
+        is_local = (block <= own_block) & (block > own_block - self.local_blocks)
         return _best(scores.masked_fill(is_local, torch.inf), topk)
 
 
@@ -103,7 +103,7 @@ class KeysOfBlocks:
 
 
 def _best(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """The blocks with the highest scores, [..., topk] int32, best first, followed by -1 where there
+    """The blocks with the highest scores, [..., topk] int32, best first, followed by -1 if there
     are fewer. scores: [..., blocks]."""
     best = scores.topk(min(topk, scores.shape[-1]), dim=-1)
     picks = torch.where(best.values.isneginf(), -1, best.indices).int()

@@ -1,8 +1,8 @@
 """Layers whose tokens see a window of keys and, in the same softmax, keys that each stand for a
 block of tokens: all of those up to the token, or those that an indexer picks (DeepSeek-V4).
 
-A backend serves the window. What it returns is merged by LSE with attention to the keys of blocks,
-and with the sinks.
+A backend serves the window. LSE merges its result with attention to the keys of blocks, and with
+the sinks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from attnmux.transformers.model.sparse.key_picks import SCORES_AT_ONCE, lens_of
 from attnmux.transformers.model.sparse.scores import best_keys, index_scores
 
 TOGETHER = 64
-"""Keys that are picked as one where a token sees all."""
+"""Keys that are picked as one if a token sees all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockRows:
-    """What the keys of n blocks are made of."""
+    """The rows from which the keys of n blocks are made."""
 
     rows: torch.Tensor
     """[n, num_blocks * block_size, row_dim] in the dtype of the model, by token; the own block is
@@ -37,12 +37,12 @@ class BlockRows:
 
 
 MakesKeys = Callable[[BlockRows], tuple[torch.Tensor, torch.Tensor | None]]
-"""Keys [n, head_dim], and those of the indexer [n, index_dim], where there is one."""
+"""Keys [n, head_dim], and those of the indexer [n, index_dim], if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IndexQueries:
-    """What an indexer scores keys by: see `index_scores`."""
+    """The queries by which an indexer scores keys: see `index_scores`."""
 
     q: torch.Tensor
     """[T, Hi, index_dim]"""
@@ -57,7 +57,7 @@ class _Step:
     of_token: torch.Tensor
     """[T] int64: each token's request in the batch."""
     spans: tuple[tuple[int, int], ...] | None
-    """(cached, new) tokens of each request; None where all have as many new ones."""
+    """(cached, new) tokens of each request; None if all have as many new ones."""
     num_keys: int
     """Keys of the longest request."""
 
@@ -69,7 +69,7 @@ class CompressedKeys:
         self, pool: CompressedPool, context: BackendContext, layers: Sequence[LayerSpec]
     ) -> None:
         """layers: those of the pool, as their backend knows them. The kernel for picked blocks is
-        taken where a plugin offers it for the device, else plain torch."""
+        taken if a plugin offers it for the device, else plain torch."""
         self.pool = pool
         self._table = context.req_to_token_pool.req_to_token
         alone = [
@@ -91,8 +91,8 @@ class CompressedKeys:
     ) -> None:
         """Keep rows [T, row_dim] of a step's tokens, and the keys of blocks that end with one.
 
-        captured: shapes are static, as device graphs require. Drafts of a step are chains: what
-        was rejected is overwritten.
+        captured: shapes are static, as device graphs require. Drafts of a step are chains: rejected
+        tokens are overwritten.
         """
         pool, size = self.pool, self.pool.shape.block_size
         pool.rows.set_keys(layer_id, pool.own_slots(batch.out_cache_loc), rows)
@@ -109,7 +109,7 @@ class CompressedKeys:
             pool.shape.earlier_tokens, -1, -1, device=places.device
         )
         slots = self._table[table_rows.unsqueeze(1), seen.clamp(min=0)].long()
-        made = make(
+        new_rows = make(
             BlockRows(
                 rows=pool.rows.keys(layer_id, pool.own_slots(slots)).to(rows.dtype),
                 missing=seen < 0,
@@ -119,7 +119,8 @@ class CompressedKeys:
         is_end = (places + 1) % size == 0
         loc = torch.where(is_end, pool.key_slots(slots[:, -1]), 0)
         keys, index_keys = (
-            each if each is None else each.masked_fill(~is_end.unsqueeze(1), 0) for each in made
+            tensor if tensor is None else tensor.masked_fill(~is_end.unsqueeze(1), 0)
+            for tensor in new_rows
         )
         assert keys is not None
         keys = keys.unsqueeze(1)
@@ -191,14 +192,14 @@ class CompressedKeys:
         picks = torch.full((len(q), topk), -1, dtype=torch.int32, device=q.device)
         for slots, tokens in requests:
             keys = pool.keys(layer_id, slots.long())
-            asked, weighed, place, into = (
-                each[tokens].view(len(slots), -1, *each.shape[1:])
-                for each in (q, weights, last, picks)
+            q_rows, weighed, place, into = (
+                tensor[tokens].view(len(slots), -1, *tensor.shape[1:])
+                for tensor in (q, weights, last, picks)
             )
             at_once = max(1, SCORES_AT_ONCE // (len(slots) * q.shape[1] * keys.shape[1]))
-            for start in range(0, asked.shape[1], at_once):
+            for start in range(0, q_rows.shape[1], at_once):
                 some = slice(start, start + at_once)
-                scores = index_scores(asked[:, some], keys, weighed[:, some])
+                scores = index_scores(q_rows[:, some], keys, weighed[:, some])
                 into[:, some] = best_keys(scores, place[:, some], topk)
         return picks.unsqueeze(1)
 
@@ -210,7 +211,7 @@ class CompressedKeys:
         if new_lens is not None and not captured:
             spans = tuple(lens_of(batch))
             of_token = token_rows(every, new_lens, num_tokens)
-            return _Step(of_token, spans, max(sum(each) for each in spans) // size)
+            return _Step(of_token, spans, max(sum(span) for span in spans) // size)
         new = num_tokens // max(1, requests)
         of_token = every.repeat_interleave(new, output_size=num_tokens)
         if captured:
@@ -223,12 +224,12 @@ class CompressedKeys:
 
 def _ends(spans: Sequence[tuple[int, int]], size: int) -> torch.Tensor:
     """The tokens of a step that end blocks, [n] int64."""
-    found, first = [torch.empty(0, dtype=torch.int64)], 0
+    ends, first = [torch.empty(0, dtype=torch.int64)], 0
     for cached, new in spans:
         stop = first + new
-        found.append(torch.arange(min(first + (-cached - 1) % size, stop), stop, size))
+        ends.append(torch.arange(min(first + (-cached - 1) % size, stop), stop, size))
         first = stop
-    return torch.cat(found)
+    return torch.cat(ends)
 
 
 def _all(num_keys: int, num_tokens: int, device: torch.device) -> torch.Tensor:

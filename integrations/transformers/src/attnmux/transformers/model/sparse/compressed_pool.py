@@ -1,4 +1,4 @@
-"""Keys that each stand for a block of tokens, and what they are made of, in the slots of a KV
+"""Keys that each stand for a block of tokens, and the rows they are made from, in the slots of a KV
 pool."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attnmux.transformers.model.sparse.index_pool import IndexKPool
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class CompressedShape:
-    """What layers have alike. Raises InvalidInput for impossible sizes."""
+    """Sizes that layers have in common. Raises InvalidInput for impossible sizes."""
 
     block_size: int
     """Tokens that a key stands for."""
@@ -49,7 +49,7 @@ class CompressedShape:
 
 
 class CompressedPool:
-    """A key lies where the last token of its block lies, so that whoever begins with another
+    """A key is at the slot of its block's last token. So a request that begins with another
     request's tokens has their keys, and the allocator of the KV pool counts both.
 
     Rows lie in slots of the layers' own buffers: a pool of windows keeps them as long as K and V.
@@ -73,7 +73,7 @@ class CompressedPool:
         written."""
         own_slots = pool.get_key_buffer(self.layer_ids[0]).shape[0]
         self.rows = self._vectors(own_slots, shape.row_dim, dtype)
-        """What is kept of each token, by `own_slots`."""
+        """The row of each token, by `own_slots`."""
         self.index_keys: IndexKPool | None = None
         if shape.index_dim:
             self.index_keys = self._vectors(self.keys.num_slots, shape.index_dim, dtype)

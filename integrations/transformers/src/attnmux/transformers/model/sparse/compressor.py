@@ -63,9 +63,11 @@ class Compressor:
         )
 
     def rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What is kept of tokens, [T, row_dim]: values and gates, then those of the indexer."""
+        """The rows of tokens, [T, row_dim]: values and gates, then those of the indexer."""
         parts = [self.module] if self.indexer is None else [self.module, self.indexer]
-        projections = [each for part in parts for each in (part.kv_proj, part.gate_proj)]
+        projections = [
+            projection for part in parts for projection in (part.kv_proj, part.gate_proj)
+        ]
         return torch.cat([project(hidden_states)[0] for project in projections], dim=-1)
 
     def make(self, blocks: BlockRows) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -73,13 +75,13 @@ class Compressor:
         if self.indexer is None:
             return self._made(self.module, blocks.rows, blocks), None
         width = 4 * self.module.head_dim if self.overlaps else 2 * self.module.head_dim
-        own, index = blocks.rows[..., :width], blocks.rows[..., width:]
-        return self._made(self.module, own, blocks), self._made(self.indexer, index, blocks)
+        values, index = blocks.rows[..., :width], blocks.rows[..., width:]
+        return self._made(self.module, values, blocks), self._made(self.indexer, index, blocks)
 
     def asks(
         self, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: torch.Tensor
     ) -> IndexQueries | None:
-        """What the indexer scores keys by; None without one."""
+        """The queries by which the indexer scores keys; None without one."""
         indexer = self.indexer
         if indexer is None:
             return None
@@ -121,7 +123,7 @@ class Compressor:
             return torch.equal(theirs, number <= last.unsqueeze(1))
         scores = index_scores(queries.q, index_keys, queries.weights)
         ours = (best_keys(scores, last, TRIED_TOPK).unsqueeze(-1) == number).any(1)
-        worst, expected = (scores.masked_fill(~each, torch.inf).amin(-1) for each in (theirs, ours))
+        worst, expected = (scores.masked_fill(~mask, torch.inf).amin(-1) for mask in (theirs, ours))
         as_many = torch.equal(theirs.sum(-1), ours.sum(-1))
         limit = TOLERANCE * scores.abs().max()
         return as_many and not bool((expected - worst > limit).any())
@@ -134,15 +136,15 @@ class Compressor:
         bias = module.position_bias
         if self.overlaps:
             values, gates = (
-                torch.cat([each[:, :size, :dim], each[:, size:, dim:]], dim=1)
-                for each in (values, gates)
+                torch.cat([tensor[:, :size, :dim], tensor[:, size:, dim:]], dim=1)
+                for tensor in (values, gates)
             )
             bias = torch.cat([bias[:, :dim], bias[:, dim:]])
         missing = blocks.missing.unsqueeze(-1)
         gates = (gates + bias).masked_fill(missing, -torch.inf)
         weights = gates.softmax(dim=1, dtype=torch.float32).to(values.dtype)
-        made = module.kv_norm((values.masked_fill(missing, 0) * weights).sum(dim=1))
-        turned = self._turned(module, made[None, None], blocks.starts.unsqueeze(0))
+        normed = module.kv_norm((values.masked_fill(missing, 0) * weights).sum(dim=1))
+        turned = self._turned(module, normed[None, None], blocks.starts.unsqueeze(0))
         return turned[0, 0]
 
     def _turned(self, module: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # noqa: ANN401

@@ -56,18 +56,18 @@ class Compressors(ModelPart):
     @classmethod
     def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Compressors | None:
         """Raises InvalidInput for a module that makes other keys than ours."""
-        found = tuple(
+        compressors = tuple(
             Compressor(module=child, owner=owner)
             for owner in model.modules()
             for child in owner.children()
             if type(child).__name__ in OVERLAPPING
         )
-        for compressor in {type(each.module): each for each in found}.values():
+        for compressor in {type(each.module): each for each in compressors}.values():
             if not compressor.agrees():
                 name = type(compressor.module).__name__
                 expected = "those of transformers 5.23"
                 raise InvalidInput(name, got="other keys of blocks of tokens", expected=expected)
-        return cls(each=found) if found else None
+        return cls(each=compressors) if compressors else None
 
     def bind(self) -> None:
         """Let the modules keep what they make, and their layers' attention read it."""
@@ -94,7 +94,7 @@ class Compressors(ModelPart):
 
     def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """The layers with windows of as many tokens as are kept for them, and for all of one pool:
-        what keys are made of lies in its slots."""
+        the rows for keys are in its slots."""
         least = max(compressor.shape.earlier_tokens for compressor in self.each)
         return tuple(
             replace(layer, sliding_window_size=max(layer.sliding_window_size, least))
@@ -104,7 +104,7 @@ class Compressors(ModelPart):
         )
 
     def bytes_per_token(self, decision: Decision) -> TokenBytes:
-        """Bytes of keys, and of what they are made of."""
+        """Bytes of keys, and of the rows that they are made from."""
         parts = [
             CompressedPool.bytes_per_token(
                 shape,
@@ -123,7 +123,7 @@ class Compressors(ModelPart):
         does."""
         dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
         for shape, alike in self._by_shape().items():
-            ids = [one.layer_id for one in alike]
+            ids = [layer.layer_id for layer in alike]
             pool = CompressedPool(shape, pool=context.token_to_kv_pool, dtype=dtype, layer_ids=ids)
             layers = [context.layer(layer_id) for layer_id in ids]
             self.keys.update(dict.fromkeys(ids, CompressedKeys(pool, context, layers)))
@@ -186,10 +186,10 @@ def has_compressors(model_class: type[torch.nn.Module]) -> bool:
 
 
 def check_blocks(options: RunnerOptions) -> None:
-    """Raise InvalidInput for what does not go together with keys of blocks."""
+    """Raise InvalidInput for options that do not go together with keys of blocks."""
     if options.draft_topk > 1:
         expected = "1, chains of drafts: a key stands for a block of places"
         raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
     if options.ranks.size > 1:
-        expected = "1: what keys are made of is not split"
+        expected = "1: the rows for keys are not split"
         raise InvalidInput("ranks", got=options.ranks.size, expected=expected)

@@ -25,8 +25,8 @@ class IndexKPool:
     block's largest value over 448. A value's error is at most 1/16 of it, or half of e4m3's
     smallest step times the scale. `KeyPicker` writes keys, and scores queries, `rotated` as in
     DeepSeek-V3.2's inference code. A score's error is then at most (1/16 + sqrt(index_head_dim) *
-    2**-10 / 448) times the sum over heads of |weight| * ||query|| * ||key||, besides the rounding
-    of rotated queries to their dtype.
+    2**-10 / 448) times the sum over heads of |weight| * ||query|| * ||key||, plus the rounding of
+    rotated queries to their dtype.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class IndexKPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (*self._keys.values(), *self._scales.values()))
+        return sum(key.nbytes for key in (*self._keys.values(), *self._scales.values()))
 
     def rotated(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [..., index_head_dim] of queries or keys as they are multiplied: in an e4m3 pool
-        turned by `hadamard`, where index_head_dim is a power of 2, which changes no product of a
-        query and a key but by rounding; else as they are."""
+        """Rows [..., index_head_dim] of queries or keys as they are multiplied. In an e4m3 pool
+        whose index_head_dim is a power of 2, `hadamard` turns them, which changes products of
+        queries and keys only by rounding. Other rows stay as they are."""
         if self._rotation is None:
             return rows
         return (rows.float() @ self._rotation).to(rows.dtype)

@@ -1,4 +1,4 @@
-"""What the indexers of a model pick."""
+"""The shape of the picks of a model's indexers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class IndexShape:
     topk: int
     """Keys of each token, or blocks of each token and head."""
     head_dim: int
-    """Values that are kept of each token: its key, and what else a block's key is made of."""
+    """Stored values of each token: its key, and other parts of a block's key."""
     block_size: int = 0
-    """Keys of a block; 0 where single keys are picked."""
+    """Keys of a block; 0 if single keys are picked."""
     heads: int = 0
     """Heads with blocks of their own."""
     begun_block: bool = False
@@ -28,5 +28,5 @@ class IndexShape:
 
     @property
     def reach(self) -> int:
-        """The longest context of which they pick every key."""
+        """The longest context in which they pick every key."""
         return self.topk * (self.block_size or 1)

@@ -1,4 +1,4 @@
-"""What the kinds of indexers share: how they are tried, and what they return."""
+"""The common part of all kinds of indexers: their trial, and their result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ TOLERANCE = 0.02
 """By how much scores may differ, as a share of the largest score: above rounding in any dtype, and
 far below the effect of another rotary function or scale."""
 PICKED = False
-"""What most indexers return: their picks are on the batch. Not None, which layers that share the
-picks of an earlier one take for missing, and no value for attention, which an indexer that nobody
-knows would hand it."""
+"""The result of most indexers: their picks are on the batch. It is not None, which layers that
+share the picks of an earlier one read as missing. Nor is it a value for attention, which an unknown
+indexer would pass on."""
 ROTARY = "apply_rotary_pos_emb"
 """How the names of transformers' rotary functions begin."""
 
@@ -25,8 +25,10 @@ def forward_of(module: object) -> Any:  # noqa: ANN401  # a function, which tran
 
 def is_built_of(module: Any, parts: Set[str], numbers: Iterable[str]) -> bool:  # noqa: ANN401  # a torch module
     """Whether a module has all of these submodules, and a whole number of each of these names."""
-    own = {name for name, _ in module.named_children()}
-    return own >= parts and all(isinstance(getattr(module, each, None), int) for each in numbers)
+    children = {name for name, _ in module.named_children()}
+    return children >= parts and all(
+        isinstance(getattr(module, number, None), int) for number in numbers
+    )
 
 
 def rotary_of(module: object) -> Callable[..., Any] | None:

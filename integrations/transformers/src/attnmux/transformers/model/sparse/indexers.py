@@ -1,6 +1,6 @@
-"""Sparse attention: modules of a model that pick what each layer sees.
+"""Sparse attention: modules of a model that pick the keys of each layer.
 
-An indexer's projections, norms and rotary function are the model's; its keys go to a pool beside
+An indexer's projections, norms and rotary function are the model's; its keys go to a pool next to
 the KV pool, and its picks to the batch. No model is recognised by its name: an indexer is a module
 with the parts of one whose own forward picks as ours does.
 """
@@ -54,7 +54,7 @@ KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
     (has_block_parts, block_indexer),
     (has_mean_parts, mean_indexer),
 )
-"""Whether a module is built as an indexer of the kind, and the indexer, where it picks as ours."""
+"""Whether a module is built as an indexer of the kind, and the indexer, if it picks as ours."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,14 +69,14 @@ class Indexers(ModelPart):
     each: tuple[Indexer, ...]
     shape: IndexShape
     picker: KeyPicker | BlockPicker | None = None
-    """While there is none, nothing is picked: as a probe runs, and where every key is seen."""
+    """While there is none, nothing is picked: as a probe runs, and if every key is seen."""
     is_captured: bool = field(default=True, init=False)
     """Whether steps have static shapes: any that do not run `eager`."""
 
     @classmethod
     def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Indexers | None:
-        """None also where one is not known, which recording refuses, and for contexts of which
-        they pick every key. Raises InvalidInput for indexers that differ from each other."""
+        """None also for an unknown one, which recording refuses, and for contexts in which they
+        pick every key. Raises InvalidInput for indexers that differ from each other."""
         found = [
             known_as(child, owner)
             for owner in model.modules()
@@ -106,9 +106,9 @@ class Indexers(ModelPart):
             indexer.owner.register_forward_pre_hook(unmasked, with_kwargs=True)
 
     def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """The layers, of which those with an indexer of blocks see blocks.
+        """The layers; those with an indexer of blocks see blocks.
 
-        Raises InvalidInput where its heads do not fit the layer's, or the layer hides other keys.
+        Raises InvalidInput if its heads do not fit the layer's, or the layer hides other keys.
         """
         with_blocks = {indexer.module.layer_idx for indexer in self.each if self.shape.block_size}
         return tuple(
@@ -138,9 +138,9 @@ class Indexers(ModelPart):
     def _dtype(self, decision: Decision) -> torch.dtype:
         """Dtype of their keys: as coarse as the KV cache, if that is e4m3 and keys are stored."""
         kv_dtype = torch_dtype(decision.kv_dtype)
-        own = torch_dtype(decision.request.dtype or decision.kv_dtype)
+        model_dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
         coarse = kv_dtype == torch.float8_e4m3fn and not self.shape.begun_block
-        return kv_dtype if coarse else own
+        return kv_dtype if coarse else model_dtype
 
     def bytes_per_token(self, decision: Decision) -> TokenBytes:
         keys = IndexKPool.bytes_per_token(

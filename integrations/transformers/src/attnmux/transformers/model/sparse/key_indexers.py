@@ -118,7 +118,7 @@ def key_indexer(module: torch.nn.Module, owner: torch.nn.Module) -> KeyIndexer |
 def _rotary_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     """The rotary function that an indexer's forward calls; None for any other module."""
     parts = {name for name, _ in module.named_children()}
-    if not parts >= PARTS or not all(isinstance(getattr(module, each, 0), int) for each in NUMBERS):
+    if not parts >= PARTS or not all(isinstance(getattr(module, name, 0), int) for name in NUMBERS):
         return None
     code = forward_of(module).__code__
     takes: Sequence[str] = code.co_varnames[: code.co_argcount]

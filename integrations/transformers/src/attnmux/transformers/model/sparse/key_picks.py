@@ -19,7 +19,7 @@ SCORES_AT_ONCE = 2**26
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPicker:
     """Picks the keys that layers of kind "nsa" see, by scores in plain torch on any device, or by a
-    kernel's where a plugin offers one for it (`shared_kernel("index_scores", context)`)."""
+    kernel's if a plugin offers one for it (`shared_kernel("index_scores", context)`)."""
 
     pool: IndexKPool
     req_to_token: torch.Tensor
@@ -52,7 +52,7 @@ class KeyPicker:
         request up to its place; the drafts of a step are chains. captured: shapes are static, as
         device graphs require, so that every row of the table is scored whole; each request has as
         many new tokens as the others then. Otherwise lengths on the host are used, and read from
-        the device where the batch has none.
+        the device if the batch has none.
         Raises InvalidInput for a batch without room for picks.
         """
         picks = batch.topk_indices

@@ -1,4 +1,4 @@
-"""Modules of a model that pick blocks of keys by the mean of what they keep of each block's tokens.
+"""Modules of a model that pick blocks of keys by the mean of their rows of each block's tokens.
 
 Qwen4-Exp has such indexers in its attention layers.
 """
@@ -60,7 +60,7 @@ class MeanIndexer:
 
     @property
     def answer(self) -> torch.Tensor:
-        """What the module returns: a mask that hides nothing."""
+        """The module's result: a mask that hides nothing."""
         device = self.module.index_qk_proj.weight.device
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
@@ -110,22 +110,22 @@ class MeanIndexer:
         causal = (places <= places.unsqueeze(1)).view(1, 1, count, count)
         with _small_blocks(module):
             try:
-                own = type(module).forward(module, hidden, turns, causal, None)[0, 0]
+                model_mask = type(module).forward(module, hidden, turns, causal, None)[0, 0]
             except Exception:  # its forward takes something else: another version of the model
                 return False
-        if own.shape != (count, count):
+        if model_mask.shape != (count, count):
             return False
         q, rows = self.project(hidden, turns)
         scores = self.ranking.scores(q[None].float(), rows[None].float(), places[None], TRIED_BLOCK)
         ours = self.ranking.picks(scores, places[None], TRIED_BLOCK, TRIED_TOPK + 1)[0, :, 0]
         seen = _tokens(ours, places)
-        if not bool((own.sum(-1) == seen.sum(-1)).all()):
+        if not bool((model_mask.sum(-1) == seen.sum(-1)).all()):
             return False
         scores = scores[0, :, 0]
         largest = scores[scores.isfinite()].max()
         worst, expected = (
             scores.masked_fill(~mask[:, ::TRIED_BLOCK] | scores.isneginf(), torch.inf).amin(-1)
-            for mask in (own, seen)
+            for mask in (model_mask, seen)
         )
         return not bool((expected - worst > TOLERANCE * largest).any())
 

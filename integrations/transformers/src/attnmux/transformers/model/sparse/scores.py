@@ -25,7 +25,7 @@ def index_scores(
 
 def best_keys(scores: torch.Tensor, positions: torch.Tensor, topk: int) -> torch.Tensor:
     """The keys with the highest scores up to each token, [..., T, topk] int32, best first, followed
-    by -1 where there are fewer.
+    by -1 if there are fewer.
 
     scores: [..., T, S]; those after a token's position may have any finite value. positions:
     [..., T], each token's place in its sequence: it sees keys up to it.

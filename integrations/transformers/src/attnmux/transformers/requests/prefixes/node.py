@@ -81,7 +81,7 @@ class PrefixNode:
     def common(self, tokens: tuple[int, ...], start: int, page_size: int) -> int:
         """The number of the node's tokens, in whole pages, that equal those from tokens[start] on.
 
-        The first page is known to be equal. Slices are compared whole and halved where they
+        The first page is known to be equal. Slices are compared whole and halved if they
         differ, which is far faster than a comparison token by token.
         """
         most = min(len(self.tokens), len(tokens) - start) // page_size

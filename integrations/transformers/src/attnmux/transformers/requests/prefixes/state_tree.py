@@ -1,4 +1,4 @@
-"""Prefixes of models with recurrent layers: each is reused only where its states were kept."""
+"""Prefixes of models with recurrent layers: each is reused only if its states were kept."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class PrefixMatch:
     node: PrefixNode = field(repr=False)
     """Lock it while the slots are read."""
     known: int
-    """Tokens whose K and V are cached, whole pages: more than n where the model's windows or states
+    """Tokens whose K and V are cached, whole pages: more than n if the model's windows or states
     at their end are not."""
 
 
@@ -156,7 +156,7 @@ class PrefixTree:
     def evict(self, num_tokens: int) -> int:
         """Free `num_tokens`, in whole pages, from the ends of the least recently used prefixes.
 
-        Returns the number of freed tokens, fewer where the rest is locked.
+        Returns the number of freed tokens, fewer if the rest is locked.
         """
         if num_tokens < 0:
             raise InvalidInput("num_tokens", got=num_tokens, expected="at least 0")

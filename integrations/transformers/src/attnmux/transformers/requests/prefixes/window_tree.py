@@ -1,4 +1,4 @@
-"""Prefixes of models with window layers: each is reused only where its windows are still there."""
+"""Prefixes of models with window layers: each is reused only if its windows are still there."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class WindowPrefixTree(PrefixTree):
 
     def evict_windows(self, num_tokens: int) -> int:
         """Free the window pages of `num_tokens`, in whole pages. Returns how many tokens it freed,
-        fewer where the rest is locked.
+        fewer if the rest is locked.
 
         Windows at the places where cached prefixes end or part go last: requests are likely to
         continue there. Of equal ones, the least recently used go first.

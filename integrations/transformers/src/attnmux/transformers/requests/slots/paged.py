@@ -104,7 +104,7 @@ class PagedAllocator:
         """Slots [extend_num_tokens] for the new tokens of B requests, in token order.
 
         prefix_lens, seq_lens: [B] int, tokens before and after. last_loc: [B] int, the slot of
-        the last cached token; ignored where the prefix is empty. A partly filled last page is
+        the last cached token; ignored if the prefix is empty. A partly filled last page is
         filled before new pages begin. The result is the step's `out_cache_loc`.
         Synchronises to count pages unless the host mirrors of both lengths are given.
         """

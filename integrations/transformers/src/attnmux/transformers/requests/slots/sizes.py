@@ -23,7 +23,7 @@ def tokens_in_budget(budget: int, bytes_per_token: int, page_size: int) -> int:
     The size is in whole pages, and the budget also covers the reserved page. bytes_per_token: of
     all layers, as the pools' `bytes_per_token` returns it. A device's allocator rounds each buffer
     up (CUDA's to 2 MiB), so leave a little of the free memory out of the budget.
-    Raises PoolExhausted, in bytes, where the reserved page and one more do not fit.
+    Raises PoolExhausted, in bytes, if the reserved page and one more do not fit.
     """
     InvalidInput.check_at_least(1, "bytes_per_token", bytes_per_token)
     InvalidInput.check_at_least(1, "page_size", page_size)

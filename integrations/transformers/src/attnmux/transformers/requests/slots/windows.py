@@ -40,9 +40,9 @@ class SWAAllocator(PagedAllocator):
         """Free the window pages of slots [n] int of the full pool.
 
         Any slot of a page frees the whole page, so pass whole pages of tokens that no later token
-        sees (`SWAKVPool.tokens_behind_window`).
-        With `debug`, raises InvalidInput, changing nothing, for slots that are not in use and for
-        pages whose window page was freed before. Raises it always for other shapes and dtypes.
+        sees (`SWAKVPool.tokens_behind_window`). With `debug`, raises InvalidInput, without any
+        change, for slots that are not in use and for pages whose window page was freed before.
+        Raises it always for other shapes and dtypes.
         """
         slots = checked_slots(slots)
         if self.debug:

@@ -24,7 +24,7 @@ class Ring:
     rows: gl.shared_memory_descriptor
     """[STAGES, BLOCK_N, D]."""
     tails: gl.shared_memory_descriptor
-    """[STAGES, BLOCK_N, TAIL]: the columns after the first D; `rows` where there are none."""
+    """[STAGES, BLOCK_N, TAIL]: the columns after the first D; `rows` if there are none."""
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     STAGES: gl.constexpr

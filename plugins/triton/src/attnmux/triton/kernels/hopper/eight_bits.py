@@ -73,7 +73,7 @@ def order_values(acc):
 @gluon.jit
 def store_halves(q, halves, by_row: gl.constexpr):
     """Store queries [M, D] as float16, each row divided by the power of 2 that brings it below 2.
-    A bfloat16 loses bits only where it is 2**14 times smaller than its row's largest. Returns the
+    A bfloat16 loses bits only if it is 2**14 times smaller than its row's largest. Returns the
     divisors [M]."""
     D: gl.constexpr = q.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])

@@ -7,7 +7,7 @@ follows through shared memory; each multiplies them with its half of the values,
 of the keys. Further warps copy the rows of the keys into shared memory, `STAGES` blocks ahead, past
 the end of a tile.
 
-Where it LAGS, the one that follows begins with a block when the leading one has the logits of the
+If it LAGS, the one that follows begins with a block when the leading one has the logits of the
 next block, so that the tensor cores have work during the softmax of those. That holds places in
 shared memory longer, which the memory-bound steps of decode need.
 """
@@ -53,17 +53,17 @@ class Rooms:
     k_left: gl.shared_memory_descriptor
     """[STAGES, BLOCK_N, HALF]."""
     k_right: gl.shared_memory_descriptor
-    """As `k_left`."""
+    """[STAGES, BLOCK_N, HALF]."""
     k_rope: gl.shared_memory_descriptor
     """[STAGES, BLOCK_N, ROPE]."""
     weights: gl.shared_memory_descriptor
-    """[ROWS, BLOCK_N]: what the leading warpgroup passes to the following one."""
+    """[ROWS, BLOCK_N]: passed from the leading warpgroup to the following one."""
     factors: gl.shared_memory_descriptor
     """[ROWS] float32: passed with the weights; at the end of a tile, the rows' masses."""
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     left_full: gl.shared_memory_descriptor
-    """Of `k_left` and `k_rope`."""
+    """Barriers of `k_left` and `k_rope`."""
     left_free: gl.shared_memory_descriptor
     right_full: gl.shared_memory_descriptor
     right_free: gl.shared_memory_descriptor
@@ -153,7 +153,7 @@ def turns_of(PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def copy_columns(base, offsets, is_there, to, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Copy rows of a matrix into shared memory, 16 bytes a thread at a time; 0 where is_there is
-    False. is_there: None where all are there."""
+    False. is_there: None if all are there."""
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     places = offsets[:, None] + columns[None, :]
     places = base + gl.max_contiguous(gl.multiple_of(places, [1, 8]), [1, 8])
@@ -206,9 +206,9 @@ def copy_queries(queries, tile, rooms, filled):
 def copy_keys(keys, table, first_slot, start, turns, queries, tile, rooms, done, filled):
     """Copy a tile's queries, and `turns` blocks of keys from the start-th key on.
 
-    keys: k [slots, 512] and k_tail [slots, 64] with their strides; without a k_tail, it is what
-    follows k in its rows. table: the slots of the request's keys; None where these lie side by side
-    from first_slot on.
+    keys: k [slots, 512] and k_tail [slots, 64] with their strides; without a k_tail, it follows k
+    in its rows. table: the slots of the request's keys; None if these lie side by side from
+    first_slot on.
     done, filled: blocks and queries copied so far. Returns what they are afterwards.
     """
     k, k_stride, k_tail, k_tail_stride = keys

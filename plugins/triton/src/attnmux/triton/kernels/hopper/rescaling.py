@@ -18,8 +18,7 @@ SLACK = gl.constexpr(8.0)
 def raised(top, block_top, scale):
     """The new top [M]. block_top [M]: the largest logit of a block; times scale, in units of log 2.
 
-    It depends on nothing but the row's own logits, so that a row's bits do not depend on the rows
-    beside it.
+    It depends only on the row's own logits, so that a row's bits do not depend on its neighbours.
     """
     highest = gl.maximum(top, block_top)
     # Before a row's first key, -inf - -inf is NaN, which is not above SLACK.
@@ -67,7 +66,7 @@ def changes_in_warp(share):
 
 @gluon.constexpr_function
 def products_unless_zero(count):
-    """PTX of `count` products, which a warp skips where the number after their factors is 0."""
+    """PTX of `count` products, which a warp skips if the number after their factors is 0."""
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};\n" for i in range(count))
     return (
         f"{{\n.reg .pred skips;\nsetp.eq.s32 skips, ${3 * count}, 0;\n"

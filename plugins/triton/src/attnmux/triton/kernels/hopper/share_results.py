@@ -31,7 +31,7 @@ class Parts:
     span_arrivals: gl.tensor
     """[places] int32: the parts of a span that are there, at the place of its first one."""
     first: gl.tensor
-    """The item's first part: a program, or a unit where IS_FIXED."""
+    """The item's first part: a program, or a unit if IS_FIXED."""
     count: gl.tensor
     begin: gl.tensor
     """The item's first unit."""
@@ -168,7 +168,7 @@ def arrive(counter, count):
 
 @gluon.jit
 def span_of(parts, PARTS: gl.constexpr, MOST_PARTS: gl.constexpr):
-    """Parts of a span: 1 where all parts are merged in one step. It depends on the number of the
+    """Parts of a span: 1 if all parts are merged in one step. It depends on the number of the
     item's parts alone."""
     span = parts.count * 0 + 1
     if parts.count > MOST_PARTS:

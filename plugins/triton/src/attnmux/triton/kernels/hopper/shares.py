@@ -232,7 +232,7 @@ def attend_shares(
     encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share, partial,
     partial_lse and arrivals: as there. span_arrivals [places] int32: the parts of each span that
     are done, at the place of its first part; 0 before and after. BLOCK_M: rows of a tile, at least
-    8. BLOCK_N: a multiple of 64. MOST_PARTS: parts of an item that are merged in one step; 0 where
+    8. BLOCK_N: a multiple of 64. MOST_PARTS: parts of an item that are merged in one step; 0 if
     no item has more. STAGES: blocks in the rings, keys and values counted apart.
     COPY_REGISTERS, a multiple of 8: registers of each thread that copies.
     """

@@ -40,7 +40,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 @gluon.jit
 def multiply_keys(q_parts, held, ring, at, layout: gl.constexpr):
     """Begin to compute a block's logits [ROWS, BLOCK_N]. held: the queries in registers,
-    instead of q_parts[0]; empty where they are in shared memory."""
+    instead of q_parts[0]; empty if they are in shared memory."""
     keys = ring.block(at)
     logits = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
     if len(held) > 0:

@@ -96,7 +96,7 @@ def next_request(
 
 @aggregate
 class ShareKind:
-    """The constants of `shares`, most of which are named like the kernel's arguments."""
+    """The constants of `shares`. Most have the names of the kernel's arguments."""
 
     KV_HEADS: gl.constexpr
     GROUP: gl.constexpr

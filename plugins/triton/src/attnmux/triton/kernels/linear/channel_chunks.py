@@ -38,12 +38,12 @@ NEAR = tl.constexpr(8)
 """Up to half as many rows are away from the middle, so that sums of g, cut off at -20, are at least
 -80. exp(80) is 5e34."""
 HALVINGS = tl.constexpr(3)
-"""Of a chunk of 64 rows, down to NEAR."""
+"""Halvings of a chunk of 64 rows, down to NEAR."""
 
 
 @triton.jit
 def unit_of(x, stride, place, is_token, channel, D: tl.constexpr, NORMED: tl.constexpr):
-    """[T]: what makes unit vectors of a chunk's Q or K, whose first row x is; or 1."""
+    """[T]: the factors that make unit vectors of a chunk's Q or K, whose first row x is; or 1."""
     factor = tl.full(place.shape, 1.0, tl.float32)
     if NORMED:
         rows = load_rows(x, stride, place, is_token, channel, D).to(tl.float32)
@@ -73,8 +73,8 @@ def met_by(
     """of_queries, of_keys [T, T] and the sums over channels of x_i exp(G_i - G_j) k_j for j <= i,
     with x of queries, and of keys.
 
-    queries, keys, within (G) [T, channels] float32. What is above the diagonal has no meaning, and
-    may be no number.
+    queries, keys, within (G) [T, channels] float32. Values above the diagonal have no meaning, and
+    may be no numbers.
     """
     reached = since(within, place, NEAR, NEAR // 2 - 1)
     others = tl.trans(keys * tl.exp(-reached))
@@ -109,9 +109,9 @@ def weigh_channel_chunks(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and head: M, `seen`, and L, `met`, both [T, Hv, BLOCK_T]; exp(G) Q, `asked`,
-    exp(G) K, `grown`, and exp(G_last - G) K, `left`, all [T, Hv, K]; and G_last, `last` [N, Hv, K]
-    float32. Channels go by in blocks of BLOCK_C. Grid (N, Hv).
+    """Compute the matrices of a chunk and head: M, `seen`, and L, `met`, both [T, Hv, BLOCK_T];
+    exp(G) Q, `asked`, exp(G) K, `grown`, and exp(G_last - G) K, `left`, all [T, Hv, K]; and G_last,
+    `last` [N, Hv, K] float32. Channels go by in blocks of BLOCK_C. Grid (N, Hv).
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)

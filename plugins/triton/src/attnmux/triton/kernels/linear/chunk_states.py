@@ -1,9 +1,9 @@
 """The states of linear layers from chunk to chunk of 64 tokens, as `chunks` has them.
 
-What a span of chunks makes of the state before it is A S + B, with B what it makes of a state of
-zeros. So long prompts of few heads go through their spans at once: `weigh_spans` finds each A and
-B, `join_spans` the state before each span, and `pass_states` does with every span what it does
-with a whole request otherwise.
+A span of chunks turns the state S before it into A S + B. B is its result for a state of zeros. So
+long prompts of few heads go through their spans at once: `weigh_spans` finds each A and B,
+`join_spans` the state before each span, and `pass_states` then treats every span like a whole
+request.
 
 `chunk_indptr`, `starts` [B + 1] int32: each request's first chunk and first token. `last` [N, Hv],
 or [N, Hv, K] with a decay for each channel. `span`: chunks of a span; SPANS: of a request, at most.
@@ -69,8 +69,9 @@ def through_chunk(
 
 @triton.jit
 def span_of(chunk_indptr, starts, program, span, SPANS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Of a program's span, the `program % SPANS`-th of request `program // SPANS`: the request, the
-    first chunk, the chunks from there to the request's end, the first token, and the end of tokens.
+    """The span of a program, the `program % SPANS`-th of request `program // SPANS`: the request,
+    the first chunk, the chunks from there to the request's end, the first token, and the end of
+    tokens.
     """
     request = program // SPANS
     skipped = program % SPANS * span
@@ -100,7 +101,7 @@ def pass_states(
     NORMED: tl.constexpr, PRECISION: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """S before each chunk, `kept` [N, Hv, K, V], and its N, `new` [T, Hv, V], which holds U first
-    where there is a delta rule. Writes the states. `joined` [B * SPANS, Hv, K, V] float32: S before
+    if there is a delta rule. Writes the states. `joined` [B * SPANS, Hv, K, V] float32: S before
     each span, if SPANS > 1. Grid (blocks of V, Hv, B * SPANS).
     """
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -194,8 +195,8 @@ def join_spans(
 ):  # fmt: skip
     """S before each span, `joined` [B * SPANS, Hv, K, V] float32. Grid (blocks of V, Hv, B).
 
-    A is read in blocks of 32 columns, and what they meet of S from where it was written: a whole A
-    does not fit into the shared memory of every device.
+    A is read in blocks of 32 columns, and their rows of S from global memory: a whole A does not
+    fit into the shared memory of every device.
     """
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)

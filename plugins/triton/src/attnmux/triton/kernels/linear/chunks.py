@@ -12,7 +12,7 @@ each chunk's S and N, and `chunk_outputs` makes O. Source: Yang et al., Gated De
 arXiv:2412.06464, section 3.3.
 
 `chunk_first`, `chunk_count` [N] int32: first token and number of tokens of each chunk. G is summed
-from g cut off at -20, where exp is 2e-9: longer sums would have no digits left for what follows.
+from g cut off at -20, where exp is 2e-9: longer sums would have no digits left for later tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Linear layers token by token: their recurrence, for few new tokens a request.
 
-Docstrings name the tensors of `LinearCall`. `rows` [B] int64: each request's row of
-the states. `known` [B] int32: 0 where a request starts from zeros; less 1 in decode, where it is
-the length after the step. `starts` [B + 1] int32: each request's first token. DRAFTS: the draft
-tokens of each request in a step that verifies them, else 0; `drafted` are then the states after
-each of them, of which a row holds ROOM.
+Docstrings name the tensors of `LinearCall`. `rows` [B] int64: each request's row of the states.
+`known` [B] int32: 0 where a request starts from zeros; less 1 in decode, where it is the length
+after the step. `starts` [B + 1] int32: each request's first token. DRAFTS: the draft tokens of each
+request in a step that verifies them, else 0; `drafted` are then the states after each of them; a
+row holds ROOM.
 """
 
 from __future__ import annotations
