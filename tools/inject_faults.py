@@ -216,6 +216,9 @@ class Guesses:
             rows.append(ids[len(state.token_ids) - 1 :])
         return DraftTree.chains(torch.tensor(rows))
 
+    def look_back(self, state: SequenceState, begin: int) -> None:
+        """Guesses of the past are not known."""
+
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Nothing is held."""
 

@@ -15,7 +15,6 @@ from attnmux.core.verbs import (
     Run,
     common_options,
     machine,
-    pass_run,
     plain_console,
     plain_table,
 )
@@ -39,7 +38,6 @@ FOUND = 1
     help="Count this release as installed.",
 )
 @common_options
-@pass_run
 def audit(
     run: Run, as_json: bool, platform: str | None, engine: str, given: tuple[str, ...]
 ) -> int:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 import click
 
 from attnmux.core import InvalidInput
-from attnmux.core.verbs import Run, common_options, pass_run, plain_console, plain_table
+from attnmux.core.verbs import Run, common_options, plain_console, plain_table
 from attnmux.testing.validation.checks import PROBLEM, as_requirement, validate
 
 PROBLEMS = 1
@@ -17,7 +17,6 @@ PROBLEMS = 1
 @click.command("validate")
 @click.argument("name", metavar="DIST")
 @common_options
-@pass_run
 def validation(run: Run, as_json: bool, name: str) -> int:
     """Check an installed plugin: name, entry point, bounds, contract, cards, figures, advisories.
 
