@@ -6,8 +6,8 @@ plain     milliseconds of a decode step that is not checked, the engine's own wo
 checked   milliseconds of a step that is checked, its log line included
 cost      (checked - plain) / 1,000, as a part of `plain`. Bar: 1 %.
 
-One engine in this process serves a Llama of 135 million parameters, whose weights it draws, with one
-check in 4 steps, so that both kinds take turns; figures are medians. In the environment of
+One engine in this process serves a Llama of 135 million parameters, whose weights it draws, with
+one check in 4 steps, so that both kinds take turns; figures are medians. In the environment of
 `nox -s vllm`.
 """
 
