@@ -171,7 +171,8 @@ def sglang(session: nox.Session) -> None:
     """Run SGLang, unpatched, on attnmux's backends; arguments go to pytest."""
     folder = "tests/integrations/sglang"
     session.install(NO_COMPILE, "-r", f"{folder}/requirements.txt")
-    ours = ["./core", "./parts", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES, f"./{folder}/plain_cpu"]
+    members = ["./core", "./parts", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
+    ours = [*members, f"./{folder}/plain_cpu"]
     session.install(NO_COMPILE, "--no-deps", SGLANG, *ours)
     # SGLang and its libraries warn of themselves.
     env = {"OMP_NUM_THREADS": "1"}

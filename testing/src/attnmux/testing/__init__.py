@@ -16,6 +16,8 @@ made of plain data and functions that need no pytest:
 - `FirstUse` runs a handful of cases in a model's shapes before a backend serves it.
 - `CanaryBackend` checks a share of a backend's steps while it serves; `FailureKeeper` keeps a
   failed step, which `load_failure` reads and `run_again` repeats on any backend.
+- `RequestCanary` now and then checks one request of a backend inside another engine, and keeps
+  what differs in a `FailureFolder`.
 - `FakeBackend` and `GraphFakeBackend` are correct and slow, with cards for `fake_platform`.
 
 Importing this module imports neither torch nor pytest.

@@ -3,11 +3,13 @@
 from attnmux.testing.canary.backend import CanaryBackend as CanaryBackend
 from attnmux.testing.canary.backend import CanarySample as CanarySample
 from attnmux.testing.canary.checks import CanaryFinding as CanaryFinding
+from attnmux.testing.canary.failures import FailureFolder as FailureFolder
 from attnmux.testing.canary.failures import FailureKeeper as FailureKeeper
 from attnmux.testing.canary.failures import KeptFailure as KeptFailure
 from attnmux.testing.canary.failures import load_failure as load_failure
 from attnmux.testing.canary.replay import Replayed as Replayed
 from attnmux.testing.canary.replay import run_again as run_again
+from attnmux.testing.canary.request import RequestCanary as RequestCanary
 from attnmux.testing.cases.case import Case as Case
 from attnmux.testing.cases.case import Step as Step
 from attnmux.testing.cases.case import decode as decode

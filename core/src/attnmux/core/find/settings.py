@@ -84,6 +84,13 @@ def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any valu
     return seconds
 
 
+def _steps(where: str, value: Any) -> int:  # noqa: ANN401  # reads any value
+    text = str(value)
+    if isinstance(value, bool) or not text.isdecimal():
+        raise InvalidInput(where, got=repr(value), expected="a number of steps; 0: no canary")
+    return int(text)
+
+
 Word = Annotated[str | None, _word]
 Words = Annotated[tuple[str, ...], _words]
 Flag = Annotated[bool, read_flag]
@@ -138,6 +145,13 @@ class Settings:
     """The file of launches that were tuned on this machine, as `measurements` is."""
     no_launches: Flag = False
     """Launch as if nothing had been tuned."""
+    canary: Annotated[int, _steps] = 0
+    """Inside vLLM and SGLang, compare one step in so many with float64; 0: none."""
+    canary_failures: Word = None
+    """The folder that keeps the steps that differ, for `attnmux replay`. A path in a configuration
+    file is relative to that file."""
+    canary_values: Flag = False
+    """Keep the values of such a step too, which reveal the users' text."""
     debug: Flag = False
     """Show the traceback of an error. `generate` also checks the values of each batch."""
     options: Annotated[Mapping[str, Mapping[str, Any]], _options] = field(
@@ -186,6 +200,11 @@ class Settings:
     def launches_file(self) -> Path | None:
         """Where launches that were tuned on this machine are kept, as `measurements_file`."""
         return None if self.no_launches else self._kept("launches", self.launches)
+
+    def canary_folder(self) -> Path | None:
+        """Where steps that differ are kept. Raises SettingsError as `measurements_file` does."""
+        given = self.canary_failures
+        return None if given is None else self._named("canary_failures", given)
 
     def where(self, name: str) -> str:
         """For errors: the variable or the option that a setting comes from, or its file and name;

@@ -26,6 +26,7 @@ from attnmux.core import (
     Request,
     Workspace,
     build,
+    engine_canary,
     make_first,
 )
 from attnmux.sglang.asking import NAME, asked
@@ -162,6 +163,7 @@ def _check_rest(spec: LayerSpec, kwargs: Mapping[str, Any]) -> None:
 
 def _made(runner: Any, device: torch.device) -> tuple[AttentionBackend, Decision]:  # noqa: ANN401
     """Raises AttnmuxError if no backend serves the runner."""
+    watched = engine_canary("attnmux-sglang", logger)
     layers = record_layers(runner)
     is_eager = check_cuda_graph_backend(Phase.DECODE, GraphBackend.DISABLED)
     captures = device.type != "cpu" and not is_eager
@@ -194,7 +196,7 @@ def _made(runner: Any, device: torch.device) -> tuple[AttentionBackend, Decision
         )
 
     backend = make_first(lambda failed: chooser.decide(request, failed), make, _tell)
-    return backend, decisions[-1]
+    return watched(backend, decisions[-1], {}), decisions[-1]
 
 
 def _phases(runner: Any) -> tuple[str, ...]:  # noqa: ANN401  # SGLang's ModelRunner

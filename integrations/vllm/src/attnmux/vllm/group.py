@@ -20,6 +20,7 @@ from attnmux.core import (
     Request,
     Workspace,
     build,
+    engine_canary,
     foreign_pool,
     make_first,
     torch_dtype,
@@ -97,6 +98,7 @@ class Group:
         self._max_num_reqs, self._page_size, self._device = max_num_reqs, page_size, device
         self._specs = self._described()
         self._chooser = chooser = Chooser.here(device)
+        self._watched = engine_canary("attnmux-vllm", logger)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
         dtype = config.model_config.dtype
         request = request_of(
@@ -123,7 +125,9 @@ class Group:
         caches = {name: layer.kv_cache for name, layer in self.layers.items()}
         pool = _pool(self.layers, self._specs, caches, self._page_size)
         table = self._table(width)
-        self.backend = build(self.decision, self._context(self.decision, pool, table))
+        backend = build(self.decision, self._context(self.decision, pool, table))
+        names = {spec.layer_id: name for name, spec in self._specs.items()}
+        self.backend = self._watched(backend, self.decision, names)
         self._sinks = [
             sinks if (weights := self.layers[name].impl.sinks).dtype == sinks.dtype else weights
             for name, spec in self._specs.items()

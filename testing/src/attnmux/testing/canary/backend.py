@@ -204,7 +204,8 @@ class _Checks:
             said = "no change: the slot is not the step's"
             self._on_finding(step.changed("write", change, said))
         for request, offset, head in self._draw_points(step, layer):
-            self._report(step.check_point(call, batch, result, request, offset, head))
+            heads = range(head, head + 1)
+            self._report(step.check_tokens(call, batch, result, request, [offset], heads))
 
     def _report(self, findings: Iterator[CanaryFinding]) -> None:
         for finding in findings:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
 
 from attnmux.core import AttentionCall, AttnmuxError, BackendContext, ForwardBatch, KVPool
+from attnmux.testing.canary.outputs import Worst, compare_request
 from attnmux.testing.canary.watched import Change, kv_memory, rows_at
-from attnmux.testing.reference.sampled import Expected, RequestView, expected_at
-from attnmux.testing.run.comparison import Tolerance, lse_tolerance, output_tolerance
+from attnmux.testing.reference.sampled import RequestView
 
 STORED_ROWS = 64
 """New tokens of a layer whose K and V are compared with the pool."""
@@ -111,9 +110,16 @@ class CheckedStep:
             yield self.finding("table", expected, got, self._request_of(token), token=token)
 
     def check_stored(
-        self, call: AttentionCall, batch: ForwardBatch, draws: random.Random
+        self,
+        call: AttentionCall,
+        batch: ForwardBatch,
+        draws: random.Random,
+        request: RequestView | None = None,
     ) -> Iterator[CanaryFinding]:
-        """The pool holds K and V of the new tokens; of many tokens, of `STORED_ROWS`."""
+        """The pool holds K and V of the new tokens; of many tokens, of `STORED_ROWS`.
+
+        request: the only one whose tokens are compared.
+        """
         layer = call.layer
         pool = self.context.token_to_kv_pool.of_layers((layer.layer_id,))
         assert call.k is not None
@@ -122,6 +128,9 @@ class CheckedStep:
             return
         slots = pool.translate(loc, layer.layer_id)
         tokens = (slots >= pool.page_size).nonzero().flatten()
+        if request is not None:
+            of_request = tokens - request.first_token
+            tokens = tokens[(of_request >= 0) & (of_request < request.new)]
         if len(tokens) > STORED_ROWS:
             step = -(-len(tokens) // STORED_ROWS)
             tokens = tokens[draws.randrange(step) :: step]
@@ -155,43 +164,34 @@ class CheckedStep:
                     slot=int(slots[token]),
                 )
 
-    def check_point(
+    def check_tokens(
         self,
         call: AttentionCall,
         batch: ForwardBatch,
         result: torch.Tensor,
         request: RequestView,
-        offset: int,
-        head: int,
+        offsets: Sequence[int],
+        heads: range,
     ) -> Iterator[CanaryFinding]:
-        """Output and LSE of one new token and one query head agree with the reference."""
-        context, layer, token = self.context, call.layer, request.first_token + offset
-        table = context.req_to_token_pool.req_to_token
-        pool = context.token_to_kv_pool.of_layers((layer.layer_id,))
-        q = call.q[token, head]
-        if call.q_rope is not None:
-            q = torch.cat([q, call.q_rope[token, head]])
-        eight_bits = pool.dtype in KVPool.FP8_DTYPES and not call.has_own_kv
-        tolerance = output_tolerance(call.q.dtype, pool.dtype, fp8_products=eight_bits)
-        # A backend that multiplies 8-bit floats rounds Q too
-        queries = [q, KVPool.quantise(q, pool.dtype, None).to(q.dtype)] if eight_bits else [q]
-        got = result[token, head]
-        lse = None if call.lse is None else float(call.lse[token, head])
-        expected = [
-            expected_at(call, batch, table, pool, request, offset, head, one) for one in queries
-        ]
-        if not bool(expected[0].out.isfinite().all()):
-            return  # Q, K or V are not finite: the model is at fault, and not the backend
-        found = partial(self.finding, request=request, layer_id=layer.layer_id)
-        if not any(_agrees(got, one, tolerance) for one in expected):
-            worst = int((got.double() - expected[0].out).abs().nan_to_num(torch.inf).argmax())
-            said = f"{float(expected[0].out[worst]):.6g} in dim {worst}"
-            yield found("output", said, f"{float(got[worst]):.6g}", token=token, head=head)
-        bound = lse_tolerance(
-            layer, call.q.dtype, pool.dtype, fp8_products=eight_bits, rounds_q=True
+        """Output and LSE of some new tokens and of query heads that share a KV head agree with the
+        reference."""
+        found = compare_request(self.context, call, batch, result, request, offsets, heads)
+        for check, worst in ("output", found.output), ("LSE", found.lse):
+            if worst is not None and worst.ratio > 1:
+                yield self.off(check, worst, call.layer.layer_id, request)
+
+    def off(self, check: str, worst: Worst, layer_id: int, request: RequestView) -> CanaryFinding:
+        """The finding for a value beyond its tolerance."""
+        place = f" in dim {worst.dim}" if check == "output" else ""
+        return self.finding(
+            check,
+            f"{worst.expected:.6g}{place}",
+            f"{worst.got:.6g}",
+            request,
+            layer_id=layer_id,
+            token=worst.token,
+            head=worst.head,
         )
-        if lse is not None and not any(_is_close(lse, one.lse, bound) for one in expected):
-            yield found("LSE", f"{expected[0].lse:.6g}", f"{lse:.6g}", token=token, head=head)
 
     def _request_of(self, token: int) -> RequestView | None:
         for each in self.requests:
@@ -228,17 +228,6 @@ class CheckedStep:
             head=head,
             slot=slot,
         )
-
-
-def _agrees(got: torch.Tensor, expected: Expected, tolerance: Tolerance) -> bool:
-    """Whether [Dv] values agree. The suite's absolute tolerance holds for values of about 1; here
-    it is scaled to the size of the values that attention added up."""
-    atol = tolerance.atol * expected.scale
-    return torch.allclose(got.double(), expected.out, rtol=tolerance.rtol, atol=atol)
-
-
-def _is_close(got: float, expected: float, tolerance: Tolerance) -> bool:
-    return got == expected or abs(got - expected) <= tolerance.atol + tolerance.rtol * abs(expected)
 
 
 def _some(row: torch.Tensor) -> str:

@@ -17,6 +17,7 @@ from attnmux.core import (
     AttentionBackend,
     AttentionCall,
     AttnmuxError,
+    BackendContext,
     Decision,
     ForwardBatch,
     ForwardMode,
@@ -24,8 +25,10 @@ from attnmux.core import (
     KVPool,
     Request,
 )
+from attnmux.testing.canary.outputs import slots_of
 from attnmux.testing.canary.watched import kv_memory
 from attnmux.testing.canary.wrapping import WrappingBackend
+from attnmux.testing.reference.sampled import RequestView
 
 FORMAT = 1
 FACTS, TENSORS = "failure.json", "tensors.pt"
@@ -61,8 +64,10 @@ class FailureKeeper(WrappingBackend):
         the new folder. From Python 3.11 on, that sentence is also added to the error as a note.
         """
         super().__init__(backend)
-        self._folder, self._decision, self._tensors = folder, decision, tensors
-        self._limit, self._max_bytes, self._on_kept = limit, max_bytes, on_kept
+        self._kept = FailureFolder(
+            folder, decision=decision, tensors=tensors, limit=limit, max_bytes=max_bytes
+        )
+        self._on_kept = on_kept
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         try:
@@ -102,34 +107,75 @@ class FailureKeeper(WrappingBackend):
         batch: ForwardBatch,
         call: AttentionCall | None = None,
     ) -> None:
-        """Keep the step. Never raises, since that would hide the step's own error."""
-        try:
-            said = self._write(error, method, batch, call)
-        except Exception as problem:  # e.g. a full disk, or a device that is lost
-            why = AttnmuxError.in_brief(problem)
-            said = f"the failed step could not be kept in {self._folder}: {why}"
+        said = self._kept.keep(self.context, error, method, batch, call)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(said)
         if self._on_kept is not None:
             self._on_kept(said)
 
+
+class FailureFolder:
+    """A folder of failed steps, each in a new folder that its owner alone can read."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        decision: Decision | None = None,
+        tensors: bool = False,
+        limit: int = 8,
+        max_bytes: int = 1 << 30,
+    ) -> None:
+        """See `FailureKeeper`."""
+        self._folder, self._decision, self._tensors = folder, decision, tensors
+        self._limit, self._max_bytes = limit, max_bytes
+
+    def keep(
+        self,
+        context: BackendContext,
+        error: Exception,
+        method: str,
+        batch: ForwardBatch,
+        call: AttentionCall | None = None,
+        request: RequestView | None = None,
+    ) -> str:
+        """Keep a step that failed in that method of the backend. Returns a sentence that names the
+        new folder, or says why the step is not kept.
+
+        request: the only one whose K and V are read. Never raises, since that would hide the
+        step's own error.
+        """
+        try:
+            return self._write(context, error, method, batch, call, request)
+        except Exception as problem:  # e.g. a full disk, or a device that is lost
+            why = AttnmuxError.in_brief(problem)
+            return f"the failed step could not be kept in {self._folder}: {why}"
+
     def _write(
-        self, error: Exception, method: str, batch: ForwardBatch, call: AttentionCall | None
+        self,
+        context: BackendContext,
+        error: Exception,
+        method: str,
+        batch: ForwardBatch,
+        call: AttentionCall | None,
+        request: RequestView | None,
     ) -> str:
         self._folder.mkdir(parents=True, exist_ok=True)
         held = sum(each.name.startswith(PREFIX) for each in self._folder.iterdir())
         if held >= self._limit:
             return f"the failed step is not kept: {self._folder} holds {held} failures already"
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._folder))
-        facts = self._facts(error, method, batch, call)
+        facts = self._facts(context, error, method, batch, call)
         tensors = _batch_tensors(batch)
-        tensors["req_to_token"] = self._table(batch)
-        layer = self.context.layers[0] if call is None else call.layer
+        tensors["req_to_token"] = _table(context, batch)
+        layer = context.layers[0] if call is None else call.layer
         for name in PER_HEAD:
             of_heads = getattr(layer, name)
             if of_heads is not None:
                 tensors[name] = of_heads
-        values = self._values(call, tensors["req_to_token"]) if self._tensors else {}
+        values = {}
+        if self._tensors and call is not None:
+            values = _values(context, call, tensors["req_to_token"], request)
         size = sum(each.nbytes for each in values.values())
         if size <= self._max_bytes:
             tensors |= values
@@ -141,9 +187,13 @@ class FailureKeeper(WrappingBackend):
         return f"the failed step is kept in {path}: attnmux replay {path}"
 
     def _facts(
-        self, error: Exception, method: str, batch: ForwardBatch, call: AttentionCall | None
+        self,
+        context: BackendContext,
+        error: Exception,
+        method: str,
+        batch: ForwardBatch,
+        call: AttentionCall | None,
     ) -> dict[str, Any]:
-        context = self.context
         layer = context.layers[0] if call is None else call.layer
         pool = context.token_to_kv_pool.of_layers((layer.layer_id,))
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -171,31 +221,43 @@ class FailureKeeper(WrappingBackend):
             "torch": torch.__version__,
         }
 
-    def _table(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, longest] int32: the requests' rows, 0 after their ends."""
-        table = self.context.req_to_token_pool.req_to_token
-        ends = batch.seq_lens.long()
-        if batch.forward_mode.is_target_verify() and batch.extend_seq_lens is not None:
-            ends = ends + batch.extend_seq_lens
-        if batch.encoder_lens is not None:
-            ends = ends + batch.encoder_lens
-        width = min(int(ends.max()) if len(ends) else 0, table.shape[1])
-        columns = torch.arange(width, device=table.device)
-        rows = table[batch.req_pool_indices, :width]
-        return rows.masked_fill(columns >= ends.unsqueeze(1), 0)
 
-    def _values(self, call: AttentionCall | None, table: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The call's tensors, and the layer's K and V at every slot of the table."""
-        if call is None:
-            return {}
-        pool, layer_id = self.context.token_to_kv_pool, call.layer.layer_id
-        found = {f"call.{name}": getattr(call, name) for name in INPUTS}
-        values = {name: each for name, each in found.items() if each is not None}
-        if layer_id in pool.layer_ids:
-            slots = pool.translate(table.flatten().long(), layer_id)
-            for index, buffer in enumerate(kv_memory(pool, layer_id)):
-                values[f"kv.{index}"] = KVPool.gather_rows(buffer, slots)
+def _table(context: BackendContext, batch: ForwardBatch) -> torch.Tensor:
+    """[B, longest] int32: the requests' rows, 0 after their ends."""
+    ends = batch.seq_lens.long()
+    if batch.forward_mode.is_target_verify() and batch.extend_seq_lens is not None:
+        ends = ends + batch.extend_seq_lens
+    if batch.encoder_lens is not None:
+        ends = ends + batch.encoder_lens
+    most = context.req_to_token_pool.max_context_len
+    width = min(int(ends.max()) if len(ends) else 0, most)
+    rows = slots_of(context, batch.req_pool_indices, width).int()
+    columns = torch.arange(width, device=rows.device)
+    return rows.masked_fill(columns >= ends.unsqueeze(1), 0)
+
+
+def _values(
+    context: BackendContext, call: AttentionCall, table: torch.Tensor, request: RequestView | None
+) -> dict[str, torch.Tensor]:
+    """The call's tensors, and the layer's K and V at the slots of the table.
+
+    request: the only one whose slots are read; `kv_places` then has their places in the flattened
+    table.
+    """
+    pool, layer_id = context.token_to_kv_pool, call.layer.layer_id
+    found = {f"call.{name}": getattr(call, name) for name in INPUTS}
+    values = {name: each for name, each in found.items() if each is not None}
+    if layer_id not in pool.layer_ids:
         return values
+    slots = table.flatten().long()
+    if request is not None:
+        width = table.shape[1]
+        values["kv_places"] = torch.arange(width, device=table.device) + request.index * width
+        slots = slots[values["kv_places"]]
+    slots = pool.translate(slots, layer_id)
+    for index, buffer in enumerate(kv_memory(pool, layer_id)):
+        values[f"kv.{index}"] = KVPool.gather_rows(buffer, slots)
+    return values
 
 
 def _batch_tensors(batch: ForwardBatch) -> dict[str, torch.Tensor]:

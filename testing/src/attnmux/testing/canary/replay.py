@@ -152,7 +152,7 @@ class _Remade:
         )
 
     def _fill(self, pool: KVPool, slots: torch.Tensor) -> None:
-        """Write the kept K and V, or random ones."""
+        """Write random K and V, and those that were kept in their places."""
         layer = self.layer
         memory = kv_memory(pool, layer.layer_id)
         kept = [self._tensor(f"kv.{index}") for index in range(len(memory))]
@@ -160,8 +160,12 @@ class _Remade:
         drawn = [self._random(len(slots), layer.tp_k_head_num, width) for width in widths]
         parts = zip(*(KVPool.stored_parts(rows, pool.dtype, None) for rows in drawn), strict=True)
         made = chain.from_iterable(parts)
+        places = self._tensor("kv_places")
         for buffer, rows, drawn_rows in zip(memory, kept, made, strict=True):
-            put(buffer, slots, drawn_rows if rows is None else rows)
+            if rows is None or places is not None:
+                put(buffer, slots, drawn_rows)
+            if rows is not None:
+                put(buffer, slots if places is None else slots[places], rows)
 
     def _batch(self, rows: torch.Tensor, page: int) -> ForwardBatch:
         facts = self._kept.facts
@@ -216,8 +220,8 @@ class _Remade:
 def replay(run: Run, folder: Path, backend: str, device: str, as_json: bool) -> int:
     """Run the failed step in FOLDER again and compare it with the reference.
 
-    FOLDER is one that `generate --keep-failures` made. Exits with 0 when the result agrees, 1 when
-    the backend raises or disagrees, 2 when there is nothing to run.
+    FOLDER is one that `generate --keep-failures` or an engine's canary made. Exits with 0 when the
+    result agrees, 1 when the backend raises or disagrees, 2 when there is nothing to run.
     """
     kept = load_failure(folder)
     name = backend or kept.backend

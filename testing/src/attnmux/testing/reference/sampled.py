@@ -1,11 +1,12 @@
-"""The reference for one token and one query head at a time.
+"""The reference for some tokens of one request.
 
-`reference.attention` computes whole layers. This module reads only the keys that one token sees,
-so that checking a few points is cheap in a step of any size.
+`reference.attention` computes whole layers. This module reads only the keys that these tokens see,
+so that checking a few of them is cheap in a step of any size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,14 +46,15 @@ class RequestView:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Expected:
-    """The reference at one point."""
+    """The reference for some tokens of a request and some of its query heads."""
 
     out: torch.Tensor
-    """[Dv] float64."""
-    lse: float
-    scale: float
-    """The magnitude of the summed values: the sum of weight * |V| over the keys, largest over
-    the dims."""
+    """[n, H, Dv] float64."""
+    lse: torch.Tensor
+    """[n, H] float64."""
+    scale: torch.Tensor
+    """[n, H]: the magnitude of the summed values, which is the sum of weight * |V| over the keys,
+    largest over the dims."""
 
 
 def requests_of(batch: ForwardBatch) -> tuple[RequestView, ...]:
@@ -89,82 +91,84 @@ def requests_of(batch: ForwardBatch) -> tuple[RequestView, ...]:
 def expected_at(
     call: AttentionCall,
     batch: ForwardBatch,
-    req_to_token: torch.Tensor,
+    slots: torch.Tensor,
     pool: KVPool,
     request: RequestView,
-    offset: int,
-    head: int,
+    offsets: Sequence[int],
+    heads: range,
     q: torch.Tensor,
 ) -> Expected:
-    """Attention of one token and one query head over the K and V of the pool or of the call.
+    """Attention of some tokens and query heads over the K and V of the pool or of the call.
 
-    offset: the token's index among the request's new ones. q: [D] of the head, including MLA's
-    rotary part; it is a separate argument so that a caller can round it.
+    Only keys that one of the tokens sees are read. slots: the request's, [at least its tokens],
+    those of its encoder first. offsets: indices among the request's n new tokens, ascending. heads:
+    query heads that share a KV head. q: [n, H, D] of these heads, including MLA's rotary part; it
+    is a separate argument so that a caller can round it.
     """
-    layer = call.layer
-    seen = _seen(call, batch, request, offset)
-    kv_head = head // (layer.tp_q_head_num // layer.tp_k_head_num)
+    layer, places = call.layer, torch.tensor(offsets, device=call.q.device)
+    keep = _seen(call, batch, request, places)
+    seen = keep.any(0).nonzero().flatten()
+    kv_head = heads.start // (layer.tp_q_head_num // layer.tp_k_head_num)
     if call.has_own_kv:
         keys, values = _from_call(call, request, seen, kv_head)
     else:
         start = 0 if layer.is_cross_attention else request.encoder
-        slots = req_to_token[request.row, start + seen]
-        keys, values = _from_pool(layer, pool, slots, kv_head)
-    keep = torch.ones((1, len(seen)), dtype=torch.bool, device=q.device)
-    values = torch.cat([values, values.abs()], dim=-1)
+        keys, values = _from_pool(layer, pool, slots[start + seen], kv_head)
     cached = 0 if call.has_own_kv else request.cached
-    place, num_keys = torch.tensor([cached + offset], device=q.device), cached + request.new
+    place, num_keys, of_heads = cached + places, keep.shape[1], slice(heads.start, heads.stop)
+    keep = keep[:, seen]
+    values = torch.cat([values, values.abs()], dim=-1)
     bias = None
     if layer.alibi_slopes is not None:
-        bias = alibi_bias(layer.alibi_slopes[head : head + 1], place, num_keys)[..., seen]
+        bias = alibi_bias(layer.alibi_slopes[of_heads], place, num_keys)[..., seen]
     if layer.relative_bias is not None:
-        table = layer.relative_bias[head : head + 1]
+        table = layer.relative_bias[of_heads]
         bias = relative_bias(table, place, num_keys, causal=layer.is_causal)[..., seen]
     if layer.kind == "dual_chunk":
         meets = chunks_before(place, num_keys, layer.dual_chunk_len)[:, seen]
         keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
     out, lse = dense_attention(
-        q.view(1, 1, -1),
+        q,
         keys,
         values,
         keep,
         scaling=layer.scaling,
         logit_cap=layer.logit_cap,
         bias=bias,
-        sinks=None if layer.sinks is None else layer.sinks[head : head + 1],
+        sinks=None if layer.sinks is None else layer.sinks[of_heads],
     )
-    result, magnitude = out[0, 0].chunk(2)
-    return Expected(out=result, lse=float(lse), scale=float(magnitude.amax()))
+    result, magnitude = out.chunk(2, dim=-1)
+    return Expected(out=result, lse=lse, scale=magnitude.amax(-1))
 
 
 def _seen(
-    call: AttentionCall, batch: ForwardBatch, request: RequestView, offset: int
+    call: AttentionCall, batch: ForwardBatch, request: RequestView, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """The keys of the request's sequence that the token sees, [n] int64, ascending."""
+    """The keys of the request's sequence that each of the tokens sees, [n, keys] bool."""
     layer, device = call.layer, call.q.device
     if layer.is_cross_attention:
-        return torch.arange(request.encoder, device=device)
+        return torch.ones((len(offsets), request.encoder), dtype=torch.bool, device=device)
     cached = 0 if call.has_own_kv else request.cached
-    num_keys, token = cached + request.new, request.first_token + offset
+    num_keys, tokens = cached + request.new, request.first_token + offsets
     mask = None
     if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
-        start = request.mask_start + offset * num_keys
-        mask = batch.spec_info.custom_mask[start : start + num_keys]
+        rows = slice(request.mask_start, request.mask_start + request.new * num_keys)
+        mask = batch.spec_info.custom_mask[rows].view(request.new, num_keys)[offsets]
     if layer.kind == "mla" and batch.topk_indices is not None:
-        mask = topk_mask(batch.topk_indices[token : token + 1], num_keys)
-    place = torch.tensor([cached + offset], device=device)
+        mask = topk_mask(batch.topk_indices[tokens], num_keys)
+    place = cached + offsets
     trees, key_positions = drafts_seen(batch), None
     if trees is not None:
         depths = trees[request.index].sum(1) - 1
         key_positions = torch.cat([torch.arange(cached, device=device), cached + depths])
-        place = key_positions[cached + offset :][:1]
-        mask = torch.ones(num_keys, dtype=torch.bool, device=device)
-        mask[cached:] = trees[request.index, offset]
+        place = key_positions[cached + offsets]
+        mask = torch.ones((len(offsets), num_keys), dtype=torch.bool, device=device)
+        mask[:, cached:] = trees[request.index, offsets]
     item_starts, shared_prefix = None, 0
     if batch.multi_item is not None:
-        item_starts = place - batch.multi_item.token_pos_in_items[token]
+        item_starts = place - batch.multi_item.token_pos_in_items[tokens]
         shared_prefix = int(batch.multi_item.prefix_lens[request.index])
-    keep = visibility(
+    return visibility(
         place,
         num_keys,
         key_positions=key_positions,
@@ -175,7 +179,6 @@ def _seen(
         item_starts=item_starts,
         shared_prefix=shared_prefix,
     )
-    return keep[0].nonzero().flatten()
 
 
 def _from_call(
