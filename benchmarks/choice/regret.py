@@ -123,8 +123,10 @@ def measure(
 
 
 def chosen_for(spot: Spot, step: Measured, *, shipped: bool) -> str:
-    """The backend that an engine gets for the step, which asks for graphs as bridges do."""
-    offers: Sequence[Offer] = spot.offers
+    """The backend that an engine gets for the step, which asks for graphs as bridges do: one of
+    those that are timed."""
+    timed = frozenset(spot.names)
+    offers: Sequence[Offer] = [each for each in spot.offers if not timed or each.names & timed]
     if not shipped:
         offers = [replace(each, figures=()) for each in offers]
     request = step.draw.request

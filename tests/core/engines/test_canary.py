@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from attnmux.core import InvalidInput, SettingsError, engine_canary
+from attnmux.core import Chooser, InvalidInput, SettingsError
 from attnmux.testing import Case, FakeBackend, RequestCanary, decode, fake_platform, make_setup
 
 LOGGER = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ def test_a_backend_is_wrapped_if_the_user_asks_for_it(text, is_watched, monkeypa
     monkeypatch.setenv("ATTNMUX_CANARY", text)
     setup = make_setup(Case(name="a", steps=(decode(4),)), fake_platform(), "cpu")
     backend = FakeBackend(setup.context)
-    watched = engine_canary("attnmux-vllm", LOGGER)(backend, None, {})
+    watched = Chooser.canary("attnmux-vllm", LOGGER)(backend, None, {})
     assert isinstance(watched, RequestCanary) is is_watched
     assert (watched is backend) is not is_watched
 
@@ -29,11 +29,11 @@ def test_without_attnmux_testing_the_error_says_what_to_install(monkeypatch) -> 
     monkeypatch.delattr(importlib.import_module("attnmux"), "testing", raising=False)
     monkeypatch.setitem(sys.modules, "attnmux.testing", None)
     with pytest.raises(InvalidInput, match=r'ATTNMUX_CANARY.*pip install "attnmux-vllm\[canary\]"'):
-        engine_canary("attnmux-vllm", LOGGER)
+        Chooser.canary("attnmux-vllm", LOGGER)
 
 
 @pytest.mark.parametrize("text", ["-1", "0.01", "often"])
 def test_other_values_are_refused(text, monkeypatch) -> None:
     monkeypatch.setenv("ATTNMUX_CANARY", text)
     with pytest.raises(SettingsError, match=r"ATTNMUX_CANARY.*a number of steps"):
-        engine_canary("attnmux-vllm", LOGGER)
+        Chooser.canary("attnmux-vllm", LOGGER)

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from attnmux.core import Offer, Platform, Request
 from attnmux.core.plugin import Advisory, BackendCard, Clause, Condition
-from attnmux.core.verbs import AXES, Question, used_version, version_hint
+from attnmux.core.verbs import AXES, Question
 
 Libraries = Callable[[str], "str | None"]
 """A distribution's name → its version, "" if unknown, None if it is not installed."""
@@ -75,7 +75,7 @@ def judge(
     names = tuple(offer.address for offer in reached)
     if any(advisory.id in offer.ignored for offer in offers):
         return judged(IGNORED, f"by ignore_advisories; {said}", backends=names)
-    hints = sorted({version_hint(advisory, offer.card) for offer in reached})
+    hints = sorted({advisory.remedy(offer.card.requirements()) for offer in reached})
     hint = "; ".join(hints) if all(hints) else ""
     if not reached and advisory.fixed:
         hint = f"pip install '{advisory.library}>={advisory.fixed}'"
@@ -105,7 +105,7 @@ def _reached(
 ) -> Iterator[Offer]:
     """The offers that serve a call of the finding with its release."""
     for offer in offers:
-        version = used_version(offer.card, advisory.library, libraries)
+        version = offer.card.version_of(advisory.library, libraries)
         is_used = _may_have(offer.card, advisory) if version == "" else advisory.affects(version)
         reaches = is_used and offer.card.name not in advisory.unaffected
         if reaches and any(_serves(offer.card, advisory, device) for device in devices):

@@ -25,7 +25,6 @@ from attnmux.core.contract.pool import KVPool as KVPool
 from attnmux.core.contract.spec import SpecInput as SpecInput
 from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace
-from attnmux.core.engines.canary import engine_canary as engine_canary
 from attnmux.core.engines.chooser import Chooser as Chooser
 from attnmux.core.engines.contexts import make_context as make_context
 from attnmux.core.engines.engine_interfaces import Integration as Integration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +26,13 @@ from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.fields import Check, read_fields
 from attnmux.core.facts.files import Files
 from attnmux.core.facts.frozen import FrozenMapping, Plain
-from attnmux.core.facts.libraries import canonical, specifiers, within
+from attnmux.core.facts.libraries import (
+    Requirement,
+    canonical,
+    parsed_requirement,
+    specifiers,
+    within,
+)
 
 MOST_BYTES = 100_000
 MADE_BY: Mapping[str, Callable[..., Condition]] = {
@@ -37,6 +43,8 @@ MADE_BY: Mapping[str, Callable[..., Condition]] = {
     )
 }
 """The functions of conditions that a file may name."""
+FIRST = (">=", "~=", "==")
+LAST = ("<", "<=", "!=")
 ABOUT_MACHINE = ("vendor", "arch", "version", "features", "runtime")
 
 Text = Annotated[str, Check("text of a character or more", bool)]
@@ -150,6 +158,22 @@ class Advisory(Plain):
         """Whether a distribution is the library."""
         return canonical(library) == canonical(self.library)
 
+    def remedy(self, requirements: Iterable[Iterable[str]], others: Iterable[Advisory] = ()) -> str:
+        """The pip line of a release that neither this finding nor one of `others` is about; empty
+        if none is known. requirements: those of a card, which takes the release."""
+        texts = (text for alternatives in requirements for text in alternatives)
+        own = [one for one in map(parsed_requirement, texts) if self.is_about(one.name)]
+        same = {each.id: each for each in (self, *others) if each.is_about(self.library)}
+        for version in filter(None, (self.fixed, *(v for one in own for v in _firsts(one)))):
+            taken = all(within(version, one.specifier) for one in own)
+            if taken and not any(each.affects(version) for each in same.values()):
+                bounds = [bound for one in own for bound in specifiers(one.specifier)]
+                ends = [str(bound) for bound in bounds if bound.operator in LAST]
+                later = version == self.fixed and len(same) == 1
+                wanted = ",".join([f">={version}", *ends]) if later else f"=={version}"
+                return f"pip install '{self.library}{wanted}'"
+        return ""
+
     def shape(self) -> str:
         """The clause in words, without the machine: "kind mla, num_q_heads 64"."""
         return ", ".join(self._said(name) for name in self.limits if name not in ABOUT_MACHINE)
@@ -164,6 +188,12 @@ class Advisory(Plain):
 
 
 REQUIRED = ("id", "library", "affected", "effect", "summary", "source", "clause")
+
+
+def _firsts(requirement: Requirement) -> Iterator[str]:
+    for bound in specifiers(requirement.specifier):
+        if bound.operator in FIRST:
+            yield bound.version.removesuffix(".*")
 
 
 def _condition(where: str, value: Any) -> Condition:  # noqa: ANN401  # reads any value

@@ -16,6 +16,7 @@ from attnmux.core.facts.fields import Check, read_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
 from attnmux.core.facts.libraries import (
     Libraries,
+    canonical,
     installed_version,
     parsed_requirement,
     specifiers,
@@ -294,6 +295,23 @@ class BackendCard(Plain):
     def requirements(self) -> tuple[tuple[str, ...], ...]:
         """`requires`, each as a tuple of alternatives."""
         return tuple((item,) if isinstance(item, str) else item for item in self.requires)
+
+    def version_of(self, library: str, libraries: Libraries) -> str | None:
+        """The version of a library that the backend uses; None if it uses none.
+
+        Among alternatives, the first installed one within its range counts, else the first
+        installed one.
+        """
+        for alternatives in self.requirements():
+            wanted = [parsed_requirement(text) for text in alternatives]
+            there = [(one, v) for one in wanted if (v := libraries(one.name)) is not None]
+            fitting = [(one, v) for one, v in there if not v or within(v, one.specifier)]
+            for one, version in (fitting or there)[:1]:
+                if canonical(one.name) == canonical(library):
+                    return version
+        texts = (text for build in self.builds for text in build.requires)
+        names = {canonical(parsed_requirement(text).name) for text in texts}
+        return libraries(library) if canonical(library) in names else None
 
     def build(self, platform: Platform, libraries: Libraries = installed_version) -> str:
         """The name of the build that serves on the platform; empty without any."""

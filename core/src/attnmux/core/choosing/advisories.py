@@ -10,11 +10,6 @@ from attnmux.core.cards.card import BackendCard, Offer
 from attnmux.core.cards.conditions import Emulated
 from attnmux.core.facts.libraries import (
     Libraries,
-    Requirement,
-    canonical,
-    parsed_requirement,
-    specifiers,
-    within,
 )
 from attnmux.core.facts.questions import Question
 from attnmux.core.facts.verdicts import Reason
@@ -27,23 +22,6 @@ EFFECTS = {
     "hang": "hangs",
     "slow": "is slow",
 }
-FIRST = (">=", "~=", "==")
-LAST = ("<", "<=", "!=")
-
-
-def used_version(card: BackendCard, library: str, libraries: Libraries) -> str | None:
-    """The installed version of a library that the card's backend uses; None if it uses none: of
-    alternatives, the first that is in its range counts, else the first that is installed."""
-    for alternatives in card.requirements():
-        parsed = [parsed_requirement(text) for text in alternatives]
-        there = [(one, v) for one in parsed if (v := libraries(one.name)) is not None]
-        fitting = [(one, v) for one, v in there if not v or within(v, one.specifier)]
-        for one, version in (fitting or there)[:1]:
-            if canonical(one.name) == canonical(library):
-                return version
-    texts = (text for build in card.builds for text in build.requires)
-    named = any(canonical(parsed_requirement(text).name) == canonical(library) for text in texts)
-    return libraries(library) if named else None
 
 
 def findings(offer: Offer, libraries: Libraries) -> tuple[Advisory, ...]:
@@ -52,7 +30,7 @@ def findings(offer: Offer, libraries: Libraries) -> tuple[Advisory, ...]:
         each
         for each in offer.advisories
         if offer.card.name not in each.unaffected
-        and each.affects(used_version(offer.card, each.library, libraries))
+        and each.affects(offer.card.version_of(each.library, libraries))
     )
 
 
@@ -107,33 +85,11 @@ def reasons(
             axis="advisory",
             wanted=f"{each.library} without {each.id}, which {EFFECTS[each.effect]} here: "
             f"{each.source}",
-            offered=f"{each.library} {used_version(offer.card, each.library, libraries)}",
-            hint=page or version_hint(each, offer.card, against),
+            offered=f"{each.library} {offer.card.version_of(each.library, libraries)}",
+            hint=page or each.remedy(offer.card.requirements(), against),
         )
         for each in against
     ]
-
-
-def version_hint(advisory: Advisory, card: BackendCard, others: Iterable[Advisory] = ()) -> str:
-    """The pip line of a release that the card takes and that neither the finding nor one of
-    `others` is about; empty if none is known."""
-    texts = (text for alternatives in card.requirements() for text in alternatives)
-    own = [one for one in map(parsed_requirement, texts) if advisory.is_about(one.name)]
-    same = {each.id: each for each in (advisory, *others) if each.is_about(advisory.library)}
-    for version in filter(None, (advisory.fixed, *(v for one in own for v in _firsts(one)))):
-        taken = all(within(version, one.specifier) for one in own)
-        if taken and not any(each.affects(version) for each in same.values()):
-            ends = [str(e) for one in own for e in specifiers(one.specifier) if e.operator in LAST]
-            later = version == advisory.fixed and len(same) == 1
-            wanted = ",".join([f">={version}", *ends]) if later else f"=={version}"
-            return f"pip install '{advisory.library}{wanted}'"
-    return ""
-
-
-def _firsts(requirement: Requirement) -> Iterator[str]:
-    for bound in specifiers(requirement.specifier):
-        if bound.operator in FIRST:
-            yield bound.version.removesuffix(".*")
 
 
 def _page_hint(offer: Offer, question: Question, found: Sequence[Advisory]) -> str:

@@ -9,7 +9,6 @@ from itertools import tee
 
 from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.card import Offer
-from attnmux.core.choosing.advisories import version_hint
 from attnmux.core.choosing.assignments import is_compatible
 from attnmux.core.choosing.points import Candidate, Point, candidates_of, feasible_points
 from attnmux.core.choosing.problem import CACHED_LEADS, Problem, Variant
@@ -142,4 +141,4 @@ class Remedies:
         if not found:
             return ()
         card = next(o.card for o in self._original.offers if o.address == address)
-        return [each for each in found if not version_hint(each, card, found)]
+        return [each for each in found if not each.remedy(card.requirements(), found)]

@@ -10,6 +10,7 @@ import torch
 from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.dtype_hint import dtype_hint
+from attnmux.core.engines.canary import engine_canary
 from attnmux.core.engines.device_platforms import platform_of, reported_device
 from attnmux.core.facts.errors import BackendFailed, NoBackend
 from attnmux.core.facts.launches import TunedLaunch
@@ -29,6 +30,7 @@ class Chooser:
     dtype_hint = staticmethod(dtype_hint)
     platform_of = staticmethod(platform_of)
     reported_device = staticmethod(reported_device)
+    canary = staticmethod(engine_canary)
 
     platform: Platform
     offers: tuple[Offer, ...]

@@ -3,8 +3,6 @@
 from attnmux.core.cards.named import offers_named as offers_named
 from attnmux.core.cards.named import read_options as read_options
 from attnmux.core.cards.proof import Proven as Proven
-from attnmux.core.choosing.advisories import used_version as used_version
-from attnmux.core.choosing.advisories import version_hint as version_hint
 from attnmux.core.choosing.checking import check as check
 from attnmux.core.choosing.checking import standing as standing
 from attnmux.core.cli.asking import machine as machine

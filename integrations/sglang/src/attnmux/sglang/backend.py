@@ -26,7 +26,6 @@ from attnmux.core import (
     Request,
     Workspace,
     build,
-    engine_canary,
     make_first,
 )
 from attnmux.sglang.asking import NAME, asked
@@ -163,7 +162,7 @@ def _check_rest(spec: LayerSpec, kwargs: Mapping[str, Any]) -> None:
 
 def _made(runner: Any, device: torch.device) -> tuple[AttentionBackend, Decision]:  # noqa: ANN401
     """Raises AttnmuxError if no backend serves the runner."""
-    watched = engine_canary("attnmux-sglang", logger)
+    watched = Chooser.canary("attnmux-sglang", logger)
     layers = record_layers(runner)
     is_eager = check_cuda_graph_backend(Phase.DECODE, GraphBackend.DISABLED)
     captures = device.type != "cpu" and not is_eager

@@ -20,7 +20,6 @@ from attnmux.core import (
     Request,
     Workspace,
     build,
-    engine_canary,
     foreign_pool,
     make_first,
     torch_dtype,
@@ -98,7 +97,7 @@ class Group:
         self._max_num_reqs, self._page_size, self._device = max_num_reqs, page_size, device
         self._specs = self._described()
         self._chooser = chooser = Chooser.here(device)
-        self._watched = engine_canary("attnmux-vllm", logger)
+        self._watched = Chooser.canary("attnmux-vllm", logger)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
         dtype = config.model_config.dtype
         request = request_of(
