@@ -40,7 +40,13 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 
 @click.command()
 @click.option("--platform", "platforms", multiple=True, help=PLATFORM, shell_complete=PLATFORMS)
-@click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
+@click.option(
+    "--request",
+    "fields",
+    multiple=True,
+    callback=lambda _context, _option, texts: ",".join(texts),
+    help="FIELD=VALUE,…: page_size=16,spec_topk=4; repeatable.",
+)
 @click.option(
     "--model", help="A folder with a config.json, an id of the Hugging Face Hub, or a GGUF file."
 )

@@ -55,7 +55,13 @@ LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
     "--platform",
     help=f"Only what serves a machine: {Platform.GRAMMAR}, or a vendor on this machine.",
 )
-@click.option("--request", "fields", help="Only what serves a request: FIELD=VALUE,…")
+@click.option(
+    "--request",
+    "fields",
+    multiple=True,
+    callback=lambda _context, _option, texts: ",".join(texts),
+    help="Only what serves a request: FIELD=VALUE,…; repeatable.",
+)
 @click.option(
     "--by",
     type=click.Choice(["backend", "feature"]),

@@ -50,7 +50,13 @@ OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 
 @click.command()
 @click.argument("backend", required=False)
-@click.option("--request", "fields", default="", help="FIELD=VALUE,…: head_dim=128,page_size=16")
+@click.option(
+    "--request",
+    "fields",
+    multiple=True,
+    callback=lambda _context, _option, texts: ",".join(texts),
+    help="FIELD=VALUE,…: head_dim=128,page_size=16; repeatable.",
+)
 @click.option("--model", help="A folder with a Hugging Face config.json.")
 @click.option("--assume", is_flag=True, help="Read an unknown model_type as causal attention.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
