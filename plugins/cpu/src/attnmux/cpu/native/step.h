@@ -49,6 +49,7 @@ typedef int32_t (*ParallelFor)(int64_t, int64_t, int64_t, Body, void*);
 enum class Kernel { STREAM, FEW, FEW_TILES, PANELS, PAIRS, TILES };
 
 constexpr int FEW = 16;           // rows of a KV head from which on they are a matrix
+constexpr int LEAST_TILE_ROWS = 3;  // rows of a KV head from which on FEW_TILES is faster than FEW
 constexpr int PANEL_ROWS = 96;    // of an item, unless one query has more heads
 constexpr int PAIR_ROWS = 192;
 constexpr int TILE_ROWS = 256;
@@ -80,7 +81,7 @@ struct Step {
     Type q_type, kv_type;
     int group, D, Dv, width, out_width;
     float scaling;  // of products: `capped` divides by ln 2 too
-    Kernel few;  // the kernel for few queries
+    Kernel few, fewest;  // the kernels for few queries, and for fewer than LEAST_TILE_ROWS
     Kernel many;    // and for many
     int many_rows;  // rows of its items
 
@@ -92,7 +93,8 @@ struct Step {
         out_width = round_up(Dv, BLOCK);
         scaling = c.cap > 0 ? c.scaling : c.scaling * LOG2_E;
         const bool narrow = q_type == BF16 && kv_type != F32 && kv_type != F16;
-        few = narrow && tiles && kv_type == BF16 ? Kernel::FEW_TILES : narrow && HAS_PAIRS ? Kernel::FEW : Kernel::STREAM;
+        fewest = narrow && HAS_PAIRS ? Kernel::FEW : Kernel::STREAM;
+        few = narrow && tiles && kv_type == BF16 ? Kernel::FEW_TILES : fewest;
         many = narrow && tiles ? Kernel::TILES : narrow && HAS_PAIRS ? Kernel::PAIRS : Kernel::PANELS;
         many_rows = many == Kernel::TILES ? TILE_ROWS : many == Kernel::PAIRS ? PAIR_ROWS : PANEL_ROWS;
     }
