@@ -1,15 +1,17 @@
 // Attention over a KV cache of plain rows, for CPUs. No headers of torch or Python are needed.
 //
-// plan.h cuts a step into items for the threads; stream.h, few.h, panels.h, pairs.h and tiles.h are
-// five ways to do one. Ranges of keys of the same queries are merged by their logarithms of sums in a second pass.
+// plan.h cuts a step into items for the threads; stream.h, few.h, few_tiles.h, panels.h, pairs.h and
+// tiles.h are six ways to do one. Ranges of keys of the same queries are merged by their logarithms of sums in a second pass.
 
 #include <new>
 
 #include "few.h"
+#include "few_tiles.h"
 #include "linear_pairs.h"
 #include "pairs.h"
 #include "panels.h"
 #include "plan.h"
+#include "rows.h"
 #include "stream.h"
 #include "tiles.h"
 
@@ -19,6 +21,7 @@ static void run_items(int64_t, int64_t, void* context) {
     for (int64_t at; (at = step.next.fetch_add(1)) < int64_t(step.items.size());) {
         const Item& item = step.items[at];
         if (item.kernel == Kernel::FEW) few(step, item, scratch);
+        else if (item.kernel == Kernel::FEW_TILES) few_tiles(step, item, scratch);
         else if (item.kernel == Kernel::STREAM) stream(step, item, scratch);
         else if (item.kernel == Kernel::PANELS) panels(step, item, scratch);
         else if (item.kernel == Kernel::PAIRS) pairs(step, item, scratch);

@@ -65,15 +65,16 @@ struct Seen {
 struct Carried {
     vec safe, sum;  // the largest logit, 0 where there is none, and the sum of weights
 
-    // Takes the logits of a block in, and gives what the rows' earlier results are to be scaled by.
-    Carried(const float* scores, int stride, int num, float* top, const float* sums, float* decay) {
-        const vec old = load(top);
-        vec tops[4] = {old, old, old, old};  // so that they do not wait for each other
+    // Takes the logits of a block in, divided by `scaling`, and gives what the rows' earlier results are
+    // to be scaled by.
+    Carried(const float* scores, int stride, int num, float* top, const float* sums, float* decay, float scaling = 1.0f) {
+        const vec old = load(top), none = all(NONE);
+        vec tops[4] = {none, none, none, none};  // so that they do not wait for each other
         int j = 0;
         for (; j + 4 <= num; j += 4)
             for (int i = 0; i < 4; ++i) tops[i] = higher(load(scores + int64_t(j + i) * stride), tops[i]);
         for (; j < num; ++j) tops[0] = higher(load(scores + int64_t(j) * stride), tops[0]);
-        const vec most = higher(higher(tops[0], tops[1]), higher(tops[2], tops[3]));
+        const vec most = higher(higher(higher(tops[0], tops[1]), higher(tops[2], tops[3])) * scaling, old);
         safe = most == NONE ? all(0.0f) : most;
         const vec factor = power(old - safe);
         sum = load(sums) * factor;

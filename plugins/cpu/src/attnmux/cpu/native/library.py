@@ -77,7 +77,46 @@ class Linear(ctypes.Structure):
     )
 
 
+class Copied(ctypes.Structure):
+    """The struct `Copied` of rows.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("from_rows", "to_rows")),
+        *((name, ctypes.c_int64) for name in ("from_token", "from_head", "to_slot", "to_head")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "head_bytes")),
+    )
+
+
+class Written(ctypes.Structure):
+    """The struct `Written` of rows.h."""
+
+    _fields_ = (
+        ("loc", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_slots")),
+        ("num_threads", ctypes.c_int32),
+        *((name, Copied) for name in ("first", "second")),
+    )
+
+
+class Layout(ctypes.Structure):
+    """The struct `Layout` of rows.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("new_lens", "cached", "encoder", "rows", "table")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "page")),
+        *((name, ctypes.c_int64) for name in ("num_requests", "num_tokens", "room")),
+        *((name, ctypes.c_int64) for name in ("window", "chunk")),
+        ("is_causal", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("qo_indptr", "span_indptr", "span_start", "slots")),
+        *((name, ctypes.c_void_p) for name in ("first", "end")),
+    )
+
+
 Attend = Callable[[Call], None]
+Write = Callable[[Written], int]
+"""Returns 0, or 1 for a slot that is none."""
+LayOut = Callable[[Layout], int]
+"""Returns the number of slots, or -1."""
 Multiply = Callable[[Linear], None]
 
 
@@ -92,8 +131,21 @@ def load(platform: Platform) -> Attend:
 
 def load_linear(platform: Platform) -> Multiply:
     """The function of linear layers. Raises as `load` does."""
-    multiply: Multiply = _bound(library_for(platform), "linear", Linear)
-    return multiply
+    return _checked(_bound(library_for(platform), "linear", Linear))
+
+
+def load_write(platform: Platform) -> Write:
+    """The function that writes rows of K and V. Raises as `load` does."""
+    write: Write = _bound(library_for(platform), "write_rows", Written)
+    return write
+
+
+def load_lay_out(platform: Platform) -> LayOut:
+    """The function that lays a step's keys out. Raises as `load` does."""
+    function: Any = library_for(platform).lay_out
+    function.argtypes = (ctypes.POINTER(Layout),)
+    function.restype = ctypes.c_int64
+    return lambda layout: int(function(ctypes.byref(layout)))
 
 
 def is_made(platform: Platform) -> bool:
@@ -124,11 +176,11 @@ def _installed_library(level: Level) -> ctypes.CDLL | None:
 def bound(library: ctypes.CDLL) -> Attend:
     """The attention function of a library of any level. Raises BackendFailed where torch lacks its
     part."""
-    attend: Attend = _bound(library, "attend", Call)
-    return attend
+    return _checked(_bound(library, "attend", Call))
 
 
-def _bound(library: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> Any:  # noqa: ANN401  # a function of the struct
+def _bound(library: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> Callable[[Any], int]:
+    """A function of the struct, on torch's threads."""
     try:
         torch_library = ctypes.CDLL(str(_torch_library()))
         parallel_for = ctypes.cast(torch_library.torch_parallel_for, ctypes.c_void_p)
@@ -138,11 +190,17 @@ def _bound(library: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> A
     function.argtypes = (ctypes.POINTER(struct), ctypes.c_void_p)
     function.restype = ctypes.c_int
 
-    def run(call: ctypes.Structure) -> None:
-        if function(ctypes.byref(call), parallel_for):
+    return lambda call: int(function(ctypes.byref(call), parallel_for))
+
+
+def _checked(run: Callable[[Any], int]) -> Callable[[Any], None]:
+    """Raises OutOfMemoryError if the function returns anything but 0."""
+
+    def checked(call: ctypes.Structure) -> None:
+        if run(call):
             raise torch.OutOfMemoryError("the partial results of a step do not fit into memory")
 
-    return run
+    return checked
 
 
 def _torch_library() -> Path:

@@ -28,7 +28,7 @@ static inline std::vector<Block> blocks_of(const Step& step) {
     std::vector<Block> blocks;
     for (int b = 0; b < c.num_requests; ++b) {
         const int num = c.qo_indptr[b + 1] - c.qo_indptr[b];
-        Kernel kernel = step.few;
+        Kernel kernel = num * step.group < LEAST_TILE_ROWS ? step.fewest : step.few;
         int tokens = num;
         if (num * int64_t(step.group) >= FEW) {
             kernel = step.many;
@@ -55,7 +55,7 @@ static inline void cut(Step& step) {
     for (const Block& block : blocks) {
         const int height = (block.end - block.begin) * step.group;
         // The heads of an item of few queries share the pages of their keys, so its keys are cut first
-        int heads = block.kernel == step.few ? c.num_kv_heads : 1;
+        int heads = block.kernel == step.many ? 1 : c.num_kv_heads;
         int64_t split = c.split;
         if (!split) {
             split = share / (int64_t(height) * heads) + 1;

@@ -43,12 +43,13 @@ typedef int32_t (*ParallelFor)(int64_t, int64_t, int64_t, Body, void*);
 }
 
 // STREAM: few queries; rows of K and V are widened in registers and meet all their queries there.
-// FEW: as STREAM, in bfloat16, by AVX-512-BF16.
+// FEW, FEW_TILES: as STREAM, in bfloat16, by AVX-512-BF16 or on the CPU's matrix unit.
 // PANELS: many queries; rows are widened into a buffer and multiplied as matrices, in float32.
 // PAIRS, TILES: as PANELS, in bfloat16, by AVX-512-BF16 or on the CPU's matrix unit.
-enum class Kernel { STREAM, FEW, PANELS, PAIRS, TILES };
+enum class Kernel { STREAM, FEW, FEW_TILES, PANELS, PAIRS, TILES };
 
 constexpr int FEW = 16;           // rows of a KV head from which on they are a matrix
+constexpr int LEAST_TILE_ROWS = 3;  // rows of a KV head from which on FEW_TILES is faster than FEW
 constexpr int PANEL_ROWS = 96;    // of an item, unless one query has more heads
 constexpr int PAIR_ROWS = 192;
 constexpr int TILE_ROWS = 256;
@@ -80,7 +81,7 @@ struct Step {
     Type q_type, kv_type;
     int group, D, Dv, width, out_width;
     float scaling;  // of products: `capped` divides by ln 2 too
-    Kernel few;  // the kernel for few queries
+    Kernel few, fewest;  // the kernels for few queries, and for fewer than LEAST_TILE_ROWS
     Kernel many;    // and for many
     int many_rows;  // rows of its items
 
@@ -92,10 +93,13 @@ struct Step {
         out_width = round_up(Dv, BLOCK);
         scaling = c.cap > 0 ? c.scaling : c.scaling * LOG2_E;
         const bool narrow = q_type == BF16 && kv_type != F32 && kv_type != F16;
-        few = narrow && HAS_PAIRS ? Kernel::FEW : Kernel::STREAM;
+        fewest = narrow && HAS_PAIRS ? Kernel::FEW : Kernel::STREAM;
+        few = narrow && tiles && kv_type == BF16 ? Kernel::FEW_TILES : fewest;
         many = narrow && tiles ? Kernel::TILES : narrow && HAS_PAIRS ? Kernel::PAIRS : Kernel::PANELS;
         many_rows = many == Kernel::TILES ? TILE_ROWS : many == Kernel::PAIRS ? PAIR_ROWS : PANEL_ROWS;
     }
+    // Whether products are scaled when weights are computed, after their largest was found.
+    bool scaled_later() const { return call.cap <= 0 && scaling > 0; }
     const char* key_row(int64_t slot, int head) const {
         return static_cast<const char*>(call.k) + (slot * call.k_slot + head * call.k_head) * size_of(kv_type);
     }

@@ -149,21 +149,23 @@ template <Type T> struct Tiles {
     }
     void weigh(const Seen& seen, int key, int num, const int32_t* next, int num_next) {
         float* scores = s.scores.data();
-        for (int at = 0; at < num * padded; at += W) {
-            vec x = load(scores + at) * step.scaling;
-            if (c.cap > 0) x = capped(x, c.cap);
-            store(scores + at, x);
-        }
+        const float scaling = step.scaled_later() ? step.scaling : 1.0f;
+        if (!step.scaled_later())
+            for (int at = 0; at < num * padded; at += W) {
+                vec x = load(scores + at) * step.scaling;
+                if (c.cap > 0) x = capped(x, c.cap);
+                store(scores + at, x);
+            }
         for (int r = 0; r < padded; r += TILE) {
             fetch_rows<T>(step, item, next, num_next * r / padded, num_next * (r + TILE) / padded);
             seen.hide(scores + r, padded, r, key, 0, num);
-            Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r]);
+            Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r], scaling);
             for (int half = 0; half < num; half += PAIRED) {
                 ivec pairs[TILE];
                 for (int i = 0; i < TILE; ++i) {
                     const int j = half + 2 * i;
-                    const vec one = j < num ? power(load(scores + int64_t(j) * padded + r) - rows.safe) : vec{};
-                    const vec other = j + 1 < num ? power(load(scores + int64_t(j + 1) * padded + r) - rows.safe) : vec{};
+                    const vec one = j < num ? rough_power(load(scores + int64_t(j) * padded + r) * scaling - rows.safe) : vec{};
+                    const vec other = j + 1 < num ? rough_power(load(scores + int64_t(j + 1) * padded + r) * scaling - rows.safe) : vec{};
                     rows.sum += one + other;
                     pairs[i] = rounded_pairs(one, other);
                 }

@@ -1,0 +1,80 @@
+"""Writes the new tokens' K and V to their slots in one C++ call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.plugin import check_tensor
+from attnmux.cpu.native.library import Copied, Written, load_write
+
+if TYPE_CHECKING:
+    from attnmux.core import BackendContext, LayerSpec
+
+
+class NativeWriter:
+    """The `KVWriter` of a pool. Rows that the pool converts are left to the pool's own methods."""
+
+    def __init__(self, context: BackendContext) -> None:
+        """Raises BackendFailed if the kernels cannot be compiled."""
+        self._pool = context.token_to_kv_pool
+        self._write = load_write(context.platform)
+        self._layers: dict[int, tuple[Written, torch.Tensor, torch.Tensor]] = {}
+
+    def write(
+        self,
+        layer: LayerSpec,
+        loc: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        is_latent: bool,
+    ) -> None:
+        """Like `KVWriter.write`."""
+        kept = self._layers.get(layer.layer_id)
+        if kept is None:
+            kept = self._layers[layer.layer_id] = self._of(layer)
+        call, keys, values = kept
+        check_tensor("loc", loc, ("T",), None, torch.int64)
+        num_tokens = len(loc)
+        shapes = (num_tokens, *keys.shape[1:]), (num_tokens, *values.shape[1:])
+        if (
+            first.shape == shapes[0]
+            and second.shape == shapes[1]
+            and first.dtype is second.dtype is keys.dtype
+            and first.stride(2) == second.stride(2) == 1
+        ):
+            slots = self._pool.translate(loc, layer.layer_id)
+            call.loc, call.num_tokens = slots.contiguous().data_ptr(), num_tokens
+            call.num_threads = torch.get_num_threads()
+            for part, rows in ((call.first, first), (call.second, second)):
+                token, head, _ = rows.stride()
+                part.from_rows = rows.data_ptr()
+                part.from_token, part.from_head = token * rows.itemsize, head * rows.itemsize
+            if not self._write(call):
+                return
+        if is_latent:
+            self._pool.set_mla_kv_buffer(layer, loc, first, second, layer.k_scale)
+        else:
+            self._pool.set_kv_buffer(layer, loc, first, second, layer.k_scale, layer.v_scale)
+
+    def _of(self, layer: LayerSpec) -> tuple[Written, torch.Tensor, torch.Tensor]:
+        """A layer's call, and the two buffers that it writes to."""
+        keys, values = self._pool.get_kv_buffer(layer.layer_id)
+        if layer.kind == "mla":
+            rank = values.shape[-1]
+            keys, values = keys[..., :rank], keys[..., rank:]
+        call = Written(num_slots=len(keys), first=_part(keys), second=_part(values))
+        return call, keys, values
+
+
+def _part(buffer: torch.Tensor) -> Copied:
+    size = buffer.itemsize
+    return Copied(
+        to_rows=buffer.data_ptr(),
+        to_slot=buffer.stride(0) * size,
+        to_head=buffer.stride(1) * size,
+        num_heads=buffer.shape[1],
+        head_bytes=buffer.shape[2] * size,
+    )
