@@ -11,6 +11,7 @@ import lzma
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -254,7 +255,9 @@ def questions() -> list[Question]:
 
 
 def offers_on_record() -> tuple[Offer, ...]:
-    return tuple(offer for offer in Plugins.load().offers() if offer.plugin in PLUGINS)
+    """Without findings about libraries, which change with every release of them."""
+    offers = Plugins.load().offers()
+    return tuple(replace(each, advisories=()) for each in offers if each.plugin in PLUGINS)
 
 
 def read_record() -> dict[str, list[str]]:
