@@ -188,7 +188,7 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict")
     if session.posargs != ["build"]:
         pages = ("docs", "site", "vendor_plugin", "troubleshooting")
-        session.run("pytest", *(f"tests/integration/test_{page}.py" for page in pages))
+        session.run("pytest", *(f"tests/project/test_{page}.py" for page in pages))
 
 
 @nox.session

@@ -1,7 +1,7 @@
 """The answers of `solve` to thousands of questions, with the codes of their reasons, on record.
 
 A test replays a share of the record, another one each day, and with `--full` all of it.
-`python tests/integration/test_answers.py` replays it whole and prints what differs; with `--write`
+`python tests/project/test_answers.py` replays it whole and prints what differs; with `--write`
 it also writes the record anew. Wordings, hints, notes, JSON and hashes are not on record.
 """
 
