@@ -223,8 +223,8 @@ def test_what_cannot_stand_together() -> None:
     context, other = (make_setup(case, fake_platform(), "cpu").context for _ in range(2))
     one, two = GraphFakeBackend(context), GraphFakeBackend(context)
     for children, said in (
-        ((one, two), "besides primary"),
-        ((two, two), "besides primary"),
+        ((one, two), "other than primary"),
+        ((two, two), "other than primary"),
         ((two, GraphFakeBackend(other)), "another context"),
         ((two, Long(context)), "padding row"),
     ):

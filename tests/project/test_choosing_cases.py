@@ -150,7 +150,7 @@ def test_a_plugin_that_exits_when_imported_is_a_warning_and_the_rest_is_chosen_a
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["phases"]["decode"]["backend"] == "fa3"
+    assert answer["phases"]["extend"]["backend"] == "fa3"
     (warning,) = answer["warnings"]
     assert "plugin rude (dist-rude 1.0): SystemExit" in warning
     assert warning in done.stderr

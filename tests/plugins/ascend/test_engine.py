@@ -60,6 +60,7 @@ def test_an_engine_answers_from_graphs(runner, drafts) -> None:
         tokenizer=tokenizer,
         stop_ids=open_checkpoint(recall.PATH).stop_ids(runner.model),
         drafts=proposer,
+        draft_always=True,
     )
     prompts = [Prompt(token_ids=tokenizer(text)["input_ids"], max_new_tokens=6) for text in ANSWERS]
     found = run_prompts(engine, prompts)

@@ -184,6 +184,18 @@ def test_a_library_that_is_not_as_it_was_written_is_compiled_again(
     assert (f"{kept} cannot be loaded" in caplog.text) is (change is not unseal)
 
 
+@needs_compiler
+def test_levels_of_one_process_have_their_own_kernels() -> None:
+    """A loader takes a library of a name that it has seen for the same one."""
+    platforms = [replace(HERE, features=HERE.features & {"avx2", "cxx_compiler"}), HERE]
+    for platform in platforms:
+        library_for(platform)  # compiled and kept
+    library_for.cache_clear()
+    handles = {library_for(platform)._handle for platform in platforms}
+    names = {serving(platform.arch, platform.features).name for platform in platforms}
+    assert len(handles) == len(names)
+
+
 COMPILES = """
 import signal, sys, tempfile
 from pathlib import Path

@@ -73,7 +73,8 @@ def call(*args: str) -> Result:
 
 
 def bench(*args: str) -> Result:
-    return call("bench", "--request", FIELDS, *QUICK, *args)
+    asked = () if "--request" in args else ("--request", FIELDS)
+    return call("bench", *asked, *QUICK, *args)
 
 
 def answer(result: Result) -> dict:

@@ -81,7 +81,8 @@ def file(tmp_path, monkeypatch):
 
 
 def tune(*args: str) -> Result:
-    return CliRunner().invoke(verbs, ["tune", "--request", FIELDS, *args], prog_name="attnmux")
+    asked = () if "--request" in args else ("--request", FIELDS)
+    return CliRunner().invoke(verbs, ["tune", *asked, *args], prog_name="attnmux")
 
 
 def test_the_fastest_is_kept_for_this_device_and_these_versions(installed, file, here) -> None:

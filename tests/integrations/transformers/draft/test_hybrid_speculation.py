@@ -230,5 +230,5 @@ def test_states_of_drafts_are_counted_into_the_memory(tiny, run_hybrid) -> None:
     assert drafting.nbytes == plain.nbytes + drafting.draft_nbytes
     memory = MemoryBudget(nbytes=plain.nbytes + 1000)
     run_hybrid(folder, max_total_tokens=None, memory=memory)
-    with pytest.raises(PoolExhausted, match="3 draft tokens of each request, beside a KV pool"):
+    with pytest.raises(PoolExhausted, match="3 draft tokens of each request, next to a KV pool"):
         run_hybrid(folder, max_total_tokens=None, memory=memory, draft_tokens=3)

@@ -7,7 +7,6 @@ is then one call, whose work torch's threads share.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,9 +42,9 @@ class NativeBackend(AttentionBackend):
             if layer.kind == "dual_chunk":
                 expected = "layers of kind mha or mla"
                 raise InvalidInput("layers", got=f"kind {layer.kind}", expected=expected)
-        if context.kv_writer is None:
-            context = replace(context, kv_writer=NativeWriter(context))
         super().__init__(context, options)
+        if self._kv_writer is None:
+            self._kv_writer = NativeWriter(context)
         self._kernel = load(context.platform)
         self._plain = PlainRanges(context)
         self._split = FIXED_SPLIT if context.request.deterministic else 0
