@@ -191,7 +191,7 @@ def test_images_are_encoded_by_sglang() -> None:
         (
             ("--platform", "nvidia:sm90,cuda=13.0"),
             [
-                "pip install 'sglang>=0.5.22' attnmux-sglang 'attnmux-nvidia[fa3]' 'attnmux-triton[triton]'",
+                "pip install 'sglang>=0.5.22' attnmux-sglang 'attnmux-nvidia[fa3]' 'attnmux-triton",
                 "--kv-cache-dtype bfloat16",
             ],
         ),

@@ -220,8 +220,8 @@ def _kept_library(level: Level) -> ctypes.CDLL | None:
                 content = file.read()
             if Files.read(str(_seal(path)), len(_sealed(content)), own=True) != _sealed(content):
                 raise OSError("it has other bytes than those that were compiled")
-            # By its name another file could be loaded than the one that was read. The descriptor stays
-            # open: a loader knows what it loaded by name, and the next library must not get this one's
+            # By its name another file could be loaded than the one that was read. The descriptor
+            # stays open: loaders know libraries by name, and the next one must not get this one's
             of_process = f"/proc/self/fd/{os.dup(descriptor)}"
             return ctypes.CDLL(of_process if os.path.exists(of_process) else str(path))
     except FileNotFoundError:
