@@ -13,7 +13,7 @@ from click.testing import CliRunner
 pytest.importorskip("sglang")
 native = pytest.importorskip("attnmux.cpu.torch_native")
 verbs = pytest.importorskip("attnmux.core.cli.verbs")
-texts = pytest.importorskip("tests.engines.sglang.test_texts")
+texts = pytest.importorskip("tests.integrations.sglang.test_texts")
 
 
 def _lines(log: str, word: str = "") -> list[str]:

@@ -46,7 +46,7 @@ def counted(name: str, **labels: str) -> float:
 
 
 def texts(model: Path, prompts: Sequence[Any], **engine: Any) -> list[list[int]]:
-    theirs = importlib.import_module("tests.engines.vllm.test_engine")
+    theirs = importlib.import_module("tests.integrations.vllm.test_engine")
     return theirs.texts(model, "ATTNMUX", prompts, **engine)
 
 

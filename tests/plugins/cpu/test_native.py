@@ -113,8 +113,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     library_for.cache_clear()
     load(HERE)
     caplog.clear()
-    level = serving(HERE.arch, HERE.features).name
-    (path,) = Settings.cache_folder().glob(f"native-{level}-*.so")
+    path = library._place(serving(HERE.arch, HERE.features))
     monkeypatch.setattr(library, "_run", lambda command: shutil.copy(path, command[-1]))
     library_for.cache_clear()
     yield path
