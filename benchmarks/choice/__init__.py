@@ -1,1 +1,1 @@
-"""What choosing by measurements costs; `python -m benchmarks.choice` measures it."""
+"""The cost of choosing by measurements; `python -m benchmarks.choice` measures it."""

@@ -1,4 +1,4 @@
-"""What a choice loses by what it does not know of a step, by a file of figures.
+"""The time that a choice loses if it knows less of a step, by a file of figures.
 
     python -m benchmarks.choice.figures nvidia-sm90-h200.json
 

@@ -33,7 +33,7 @@ class Judgement:
     version: str
     """The library's release; empty if it is unknown or not installed."""
     backends: tuple[str, ...] = ()
-    """Those that it refuses, as `plugin/name`."""
+    """The backends that it refuses, as `plugin/name`."""
     hint: str = ""
     """The pip lines that help `backends`; empty if one of them has none that is known."""
 

@@ -55,7 +55,7 @@ def _kernel_page(card: BackendCard, question: Question, page_size: int) -> int:
 
 
 def refusing(offer: Offer, question: Question, found: Iterable[Advisory]) -> tuple[Advisory, ...]:
-    """Those of `findings` that keep the offer from serving the question."""
+    """The findings that keep the offer from serving the question."""
     return tuple(
         each
         for each in found

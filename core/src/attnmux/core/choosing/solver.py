@@ -244,7 +244,7 @@ def _decision(
 
 
 def _findings_noted(problem: Problem, best: Assignment) -> Iterator[str]:
-    """What is said of advisories that do not refuse the winners."""
+    """Notes on advisories that concern the winners without refusing them."""
     for group, offer in zip(problem.groups, best.winners, strict=True):
         for phase in group.phases if offer.advisories else ():
             yield from notes(offer, best.variant.questions[phase], problem.findings(offer.address))

@@ -1,4 +1,4 @@
-"""What a request's parts ask besides, and what serves them."""
+"""The further requests that a request's parts make, and the backends that serve them."""
 
 from __future__ import annotations
 

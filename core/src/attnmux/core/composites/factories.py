@@ -30,7 +30,7 @@ Factory = Callable[[BackendContext, Mapping[str, object]], object]
 
 
 def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
-    """What makes a decision's parts around the layers or around the model, over `inner`.
+    """A factory of a decision's parts around the layers or around the model, over `inner`.
 
     Raises InvalidInput for a part that this process lacks.
     """
@@ -82,7 +82,7 @@ def _misfit(choice: Choice, made: object) -> AttnmuxError:
 
 
 def _called(choice: Choice, context: BackendContext, factory: Factory | None) -> object:
-    """What the factory of a choice makes."""
+    """The backend that the factory of a choice makes."""
     name = choice.address
     try:
         made: object = (factory or pkgutil.resolve_name(choice.factory))(context, choice.options)

@@ -18,7 +18,7 @@ engine calls."""
 
 
 def engine_canary(distribution: str, logger: logging.Logger) -> Watch:
-    """What wraps an engine's backends if the setting `canary` is set; else they stay as they are.
+    """A function that wraps an engine's backends if the setting `canary` is set.
 
     distribution: the integration, whose extra `canary` requires attnmux-testing. logger: gets a
     line for each check. An engine asks for it before it builds anything.

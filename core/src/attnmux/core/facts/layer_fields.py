@@ -16,7 +16,7 @@ TENSORS = {
     "relative_bias": "relative_bias",
     "index_block_size": "index_block_size",
 }
-"""What a request asks and each layer has to give for itself, by field of the request."""
+"""Features that a request asks for and each layer must state itself, by field of the request."""
 
 
 def layer_fields(request: Request, given: Iterable[str]) -> dict[str, Any]:

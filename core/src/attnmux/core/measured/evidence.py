@@ -1,4 +1,4 @@
-"""What was measured that counts for a choice: on this machine, else on a device of its kind."""
+"""The measurements that count for a choice: of this machine, else of a device of its kind."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 CHECKS = "output", "store"
-"""What a check of one request may find."""
+"""The faults that a check of one request can find."""
 
 
 class Counts:
@@ -32,7 +32,7 @@ class Counts:
 
 @cache
 def counts() -> Counts:
-    """Those of the process: a registry holds a name once."""
+    """The counters of the process: a registry holds a name once."""
     try:
         counter = pkgutil.resolve_name("prometheus_client:Counter")
     except ImportError:

@@ -1,4 +1,4 @@
-"""What is checked of a plugin's distribution: metadata, hooks, cards, figures and advisories."""
+"""Checks of a plugin's distribution: metadata, hooks, cards, figures and advisories."""
 
 from __future__ import annotations
 

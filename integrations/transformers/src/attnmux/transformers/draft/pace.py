@@ -77,11 +77,11 @@ class DraftPace:
         """Drafts of the longest path."""
         self._requests: WeakKeyDictionary[SequenceState, Acceptance] = WeakKeyDictionary()
         self._all = Acceptance(rate=1.0)
-        """What a request begins with if its text says nothing."""
+        """The acceptance of all requests, from which a new one starts."""
         self._plain: defaultdict[int, StepTimes] = defaultdict(StepTimes)
         self._verify: defaultdict[int, StepTimes] = defaultdict(StepTimes)
         self._seconds = self._looked = self._lost = 0.0
-        """Of all steps; of guesses that no step verified; and what steps lost to plain ones."""
+        """Seconds: of all steps, of guesses that no step verified, and lost to plain steps."""
 
     def drafts(self, states: Sequence[SequenceState], most: int) -> bool:
         """Whether the requests' next step drafts. most: nodes of a tree."""
@@ -130,7 +130,7 @@ class DraftPace:
             acceptance.read = end
 
     def _cost(self, batch_size: int) -> float:
-        """Of a step that verifies, in plain steps. Few times count less than what is usual."""
+        """Time of a step that verifies, in plain steps. `UNMEASURED` weighs in if few were timed."""
         plain, verify = self._seconds_of_plain(batch_size), self._verify[_size(batch_size)].last
         if plain is None or not verify:
             return UNMEASURED

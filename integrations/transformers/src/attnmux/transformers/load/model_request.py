@@ -1,4 +1,4 @@
-"""What a model asks of a backend: by its layers as recorded, and by its config.json."""
+"""A model's request to a backend: by its layers as recorded, and by its config.json."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def stored_scheme(checkpoint: Checkpoint) -> str | None:
 def stated_request(
     checkpoint: Checkpoint, options: RunnerOptions, *, dtype: torch.dtype
 ) -> Request | None:
-    """What config.json says of the model's attention; None where it says it in words of its own.
+    """The request that config.json makes for attention; None if it uses words of its own.
 
     Such models, and those of unknown types, are known only once they run. dtype: of the model.
     Raises InvalidInput for heads that the ranks do not divide, and for layers that cannot be

@@ -162,7 +162,7 @@ def library_for(platform: Platform) -> ctypes.CDLL:
 
 
 def _installed_library(level: Level) -> ctypes.CDLL | None:
-    """What came with the wheel. Warns, and returns None, where it cannot be loaded."""
+    """The library that came with the wheel. Warns, and returns None, if it cannot be loaded."""
     path = FOLDER / level.file_name
     if not path.is_file():
         return None
@@ -209,7 +209,7 @@ def _torch_library() -> Path:
 
 
 def _kept_library(level: Level) -> ctypes.CDLL | None:
-    """What was compiled here before. Warns, and returns None, where it is not as it was written or
+    """The library that was compiled here before. Warns, and returns None, if it was changed or if
     another user could have written it."""
     path = _place(level)
     if path is None:
