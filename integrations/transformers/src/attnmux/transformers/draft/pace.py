@@ -130,7 +130,7 @@ class DraftPace:
             acceptance.read = end
 
     def _cost(self, batch_size: int) -> float:
-        """Time of a step that verifies, in plain steps. `UNMEASURED` weighs in if few were timed."""
+        """Time of a step that verifies, in plain steps. If few were timed, `UNMEASURED` counts."""
         plain, verify = self._seconds_of_plain(batch_size), self._verify[_size(batch_size)].last
         if plain is None or not verify:
             return UNMEASURED
