@@ -18,7 +18,7 @@ from attnmux.core.plugin import (
 )
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 from attnmux.nvidia.cards.scratch import workspace_bytes
 
 PAGES = (1, 16, 32, 64, 128)
@@ -67,7 +67,7 @@ FLASHINFER = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
-    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22", cases=599),),
+    verified_on=(on_h200("flashinfer-python 0.7.2", date="2026-12-01", torch=TORCH, cases=1879),),
     sources={
         "attention_chunk": chunks.SOURCE,
         "page_size": "as attention_chunk: the usual sizes that divide chunks",

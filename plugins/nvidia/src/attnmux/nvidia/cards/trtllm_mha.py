@@ -20,7 +20,7 @@ from attnmux.core.plugin import (
 )
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 from attnmux.nvidia.cards.scratch import workspace_bytes
 
 HOPPER = versions(">=9.0,<10")
@@ -98,7 +98,7 @@ TRTLLM_MHA = BackendCard(
     fp8_products=True,
     options=(workspace_bytes("scratch memory, zeroed once; 0: 512 MiB"),),
     verified_on=(
-        on_h200("flashinfer-python 0.6.13", date="2026-11-23", cases=570),
+        on_h200("flashinfer-python 0.7.2", date="2026-12-01", torch=TORCH, cases=914),
         Verified(
             on="the trtllm and XQA functions of flashinfer 0.6.13",
             libraries=("torch 2.13.0+cpu",),
