@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -37,6 +37,9 @@ from attnmux.transformers.run.linears import LinearKernel, multiply_by
 from attnmux.transformers.run.ranks import ONE_RANK, Ranks
 from attnmux.transformers.run.served_model import ServedModel
 from attnmux.transformers.run.stats import Laps
+
+if TYPE_CHECKING:
+    from attnmux.transformers.run.pieces import PromptPieces
 
 P = TypeVar("P")
 
@@ -103,6 +106,8 @@ class ModelOnBackend:
         """Graphs of steps that verify drafts."""
         self.catch_up_graphs: GraphRunner | None = None
         """Graphs of the steps in which a draft model reads accepted tokens."""
+        self.pieces: PromptPieces | None = None
+        """Steps over prompts, in pieces between attention calls."""
 
     def part(self, kind: type[P]) -> P | None:
         """The model's part of a kind; None without one."""
@@ -235,6 +240,10 @@ class ModelOnBackend:
                 logits = cast("torch.Tensor", graphs.replay(run.batch, inputs, size=size))
                 if mode.is_draft_extend() or not is_last:
                     logits = logits[kept]
+            elif self.pieces is not None and self.pieces.serves(run.batch, inputs, len(kept)):
+                self.backend.init_forward_metadata(run.batch)
+                laps.lap("metadata")
+                logits = self.pieces.replay(run.batch, inputs, kept)
             else:
                 every = (mode.is_target_verify() or mode.is_decode()) and is_last
                 with ExitStack() as stack:

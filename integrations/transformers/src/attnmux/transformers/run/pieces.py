@@ -1,0 +1,106 @@
+"""Prompts in pieces: which models run so, and when a number of tokens is captured."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attnmux.core import DeviceGraphs, ForwardBatch, GraphUnsupported, PieceRunner
+from attnmux.transformers.model.packed_decoder import PackedDecoder
+from attnmux.transformers.model.repeated import has_numbered_calls
+from attnmux.transformers.run.model_on_backend import ModelOnBackend
+
+LOG = logging.getLogger(__name__)
+
+PIECE_SIZES = (
+    *range(16, 65, 16),
+    *range(80, 129, 16),
+    *range(160, 257, 32),
+    *range(320, 513, 64),
+    *range(640, 1025, 128),
+    *range(1280, 2049, 256),
+)
+"""Numbers of tokens, of which no step pads more than a quarter above 64."""
+
+CAPTURED_AT = 2
+"""The step of a size that captures it."""
+
+INPUT = "input_ids"
+
+
+class PromptPieces:
+    """Steps over prompts, whose sizes are captured when they come up again.
+
+    A size takes as long to capture as some eager steps, which a single prompt would not gain back.
+    The largest is captured at the start: it takes nearly all the memory, and shows whether the
+    model can be captured.
+    """
+
+    def __init__(self, pieces: PieceRunner) -> None:
+        self.runner = pieces
+        self._steps: Counter[int] = Counter()
+        """Those that ran eagerly, by size."""
+
+    def serves(
+        self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], num_rows: int
+    ) -> bool:
+        """Whether a step runs in pieces. The second step of a size captures them."""
+        size = self.runner.size_for(batch, num_rows)
+        if size is None or inputs.keys() != {INPUT}:
+            return False
+        if self.runner.is_captured(size):
+            return True
+        self._steps[size] += 1
+        if self._steps[size] != CAPTURED_AT:
+            return False
+        try:
+            self.runner.capture(size)
+        except GraphUnsupported as error:  # memory may be short now; it is not tried again
+            LOG.warning("steps of up to %s prompt tokens run eagerly: %s", size, error)
+            return False
+        return True
+
+    def replay(
+        self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], keep: torch.Tensor
+    ) -> Any:  # noqa: ANN401  # as the model's call returns it
+        """The logits after the tokens at `keep`: see `PieceRunner.replay`."""
+        return self.runner.replay(batch, inputs[INPUT], keep)
+
+
+def make_pieces(
+    model: ModelOnBackend, sizes: Sequence[int] | None, devices: DeviceGraphs | None
+) -> PromptPieces:
+    """See `ModelRunner.capture_pieces`."""
+    check_pieces(model)
+    context = model.context
+    most = context.max_batch_size * context.max_context_len
+    fitting = [size for size in PIECE_SIZES if size < most]
+    usual = [*fitting, *PIECE_SIZES[len(fitting) : len(fitting) + 1]]
+    runner = PieceRunner(
+        model.backend,
+        model.logits,
+        sizes=sizes or usual,
+        max_rows=context.max_batch_size,
+        devices=devices or DeviceGraphs.of(context.device),
+    )
+    runner.capture(None if sizes else usual[-1])
+    return PromptPieces(runner)
+
+
+def check_pieces(model: ModelOnBackend) -> None:
+    """Raise GraphUnsupported for a model whose steps over prompts cannot run in pieces."""
+    reasons = [part.unpieced for part in model.served.parts if part.unpieced is not None]
+    if isinstance(model.model, PackedDecoder):
+        reasons.append("an encoder, whose states each step has another number of")
+    if model.served.head is not None:
+        reasons.append("hidden states of another model among its inputs")
+    if has_numbered_calls(model.model):
+        reasons.append("layers that attend again, whose calls are counted in each step")
+    if model.ranks.size > 1:
+        reasons.append(f"{model.ranks.size} ranks, which would have to capture together")
+    if reasons:
+        raise GraphUnsupported(f"no pieces of a model with {' and '.join(reasons)}")
