@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import DeviceGraphs, GraphUnsupported, InvalidInput
+from attnmux.core import GraphUnsupported, InvalidInput
 from attnmux.testing import RecordingGraphs
-from attnmux.transformers import Engine, SequenceState
+from attnmux.transformers import Engine, RunnerOptions, SequenceState
+from attnmux.transformers.run import pieces
+from attnmux.transformers.run.pieces import PIECE_SIZES
 
 OPTIONS = {"max_batch_size": 4, "debug": False, "graph": False}
 
@@ -62,6 +64,8 @@ def generated(runner, new=12, prefill_tokens=11):
         ("qwen2", {"page_size": 16}),
         ("gemma2", {"page_size": 16}),
         ("gpt2", {}),
+        ("gpt-oss", {"page_size": 16}),
+        ("llama4", {}),
         ("deepseek-v2", {"mla": "absorbed"}),
         ("deepseek-v2", {"mla": "expanded"}),
     ],
@@ -74,3 +78,150 @@ def test_texts_are_the_same(tiny, run_on, architecture, changes):
     assert not steps.eager
     assert {mode for mode, _ in steps.in_pieces} == {"EXTEND", "MIXED"}
     assert {count for _, count in steps.in_pieces} > {11}
+
+
+def test_compiled_layers_in_pieces(tiny, run_on):
+    torch._dynamo.reset()
+    folder = tiny("gpt-oss")[1]
+    plain = generated(run_on(folder, page_size=16, **OPTIONS))
+    runner = run_on(folder, page_size=16, **OPTIONS)
+    runner.compile(backend="eager")
+    steps = in_pieces(runner)
+    assert generated(runner) == plain
+    assert steps.in_pieces
+    assert not steps.eager
+    runner.compile(backend="eager")
+    assert runner.pieces is None
+    torch._dynamo.reset()
+
+
+def test_a_longer_step_than_the_largest_size_runs_eagerly(tiny, run_on):
+    runner = run_on(tiny("llama")[1], **OPTIONS)
+    plain = generated(runner)
+    steps = in_pieces(runner, sizes=(4, 8))
+    assert generated(runner) == plain
+    assert max(count for _, count in steps.in_pieces) <= 8
+    assert min(steps.eager) > 8
+
+
+def logits_of(runner, lens, tokens=()):
+    """Of prompts of so many tokens in one step."""
+    generator = torch.Generator().manual_seed(sum(lens))
+    ids = [torch.randint(97, (n,), generator=generator).tolist() for n in lens]
+    states = [SequenceState(token_ids=[*one, *tokens]) for one in ids]
+    logits = runner.extend(states).clone()
+    runner.release(states)
+    return logits
+
+
+def test_padded_tokens_do_not_matter(tiny, run_on):
+    """Steps of other numbers of tokens, and of requests, one after another."""
+    runner = run_on(tiny("gemma2")[1], **OPTIONS)
+    lens = [(16,), (3, 9), (1,), (5, 4, 3, 2), (15,), (8, 8), (2,)]
+    eager = [logits_of(runner, each) for each in lens]
+    steps = in_pieces(runner, sizes=(16,))
+    for each, expected in zip(lens, eager, strict=True):
+        torch.testing.assert_close(logits_of(runner, each), expected, atol=1e-4, rtol=1e-4)
+    assert len(steps.in_pieces) == len(lens)
+
+
+def test_the_pool_holds_the_same_keys(tiny, run_on):
+    """K and V of padded tokens are not written, not even to the slot of padding."""
+    pools = []
+    for runs_in_pieces in (False, True):
+        runner = run_on(tiny("llama")[1], **OPTIONS)
+        if runs_in_pieces:
+            in_pieces(runner, sizes=(16,))
+        logits_of(runner, (11,))
+        pool = runner.context.token_to_kv_pool
+        pools.append([pool.get_key_buffer(layer).clone() for layer in range(3)])
+    for ours, theirs in zip(*pools, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_hidden_states_of_tokens_are_kept(tiny, run_on):
+    kept = []
+    for runs_in_pieces in (False, True):
+        runner = run_on(tiny("llama")[1], hidden_states=True, **OPTIONS)
+        if runs_in_pieces:
+            in_pieces(runner, sizes=(16,))
+        logits_of(runner, (11,))
+        kept.append(runner.steps.hidden.states[1:].clone())
+    torch.testing.assert_close(*kept, atol=1e-4, rtol=1e-4)
+
+
+def test_bits_of_a_deterministic_runner_stay(tiny, run_on):
+    runner = run_on(tiny("llama")[1], deterministic=True, **OPTIONS)
+    eager = logits_of(runner, (11,))
+    steps = in_pieces(runner, sizes=(16,))
+    assert torch.equal(logits_of(runner, (11,)), eager)
+    assert steps.in_pieces
+
+
+def test_a_size_is_captured_when_it_comes_up_again(tiny, run_on, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_SIZES", (4, 8, 16, 32))
+    runner = run_on(tiny("llama")[1], max_context_len=6, **OPTIONS)
+    runner.capture_pieces(devices=RecordingGraphs())
+    captured = runner.pieces.runner.memory_bytes
+    assert captured.keys() == {32}  # a step has up to 24 tokens
+    assert captured[32] > 0
+    steps = Steps(runner)
+    for _ in range(3):
+        logits_of(runner, (5,))
+    assert steps.eager[0] == 5
+    assert steps.in_pieces == [("EXTEND", 5)] * 2
+    assert runner.pieces.runner.memory_bytes.keys() == {8, 32}
+    assert PIECE_SIZES == tuple(sorted(set(PIECE_SIZES)))
+
+
+def test_a_size_that_cannot_be_captured_later_runs_eagerly(tiny, run_on, monkeypatch, caplog):
+    runner = run_on(tiny("llama")[1], max_context_len=6, **OPTIONS)
+    runner.capture_pieces(devices=RecordingGraphs())
+    eager = logits_of(runner, (5,))
+
+    def fail(size):
+        raise GraphUnsupported("no memory is left for graphs")
+
+    monkeypatch.setattr(runner.pieces.runner, "capture", fail)
+    for _ in range(3):
+        torch.testing.assert_close(logits_of(runner, (5,)), eager)
+    assert [record.getMessage() for record in caplog.records] == [
+        "steps of up to 16 prompt tokens run eagerly: no memory is left for graphs"
+    ]
+
+
+def refused(runner):
+    with pytest.raises(GraphUnsupported) as refusal:
+        runner.capture_pieces(devices=RecordingGraphs())
+    assert runner.pieces is None
+    return str(refusal.value)
+
+
+def test_refusals_have_a_reason(tiny, run_on, run_hybrid, monkeypatch):
+    hybrid = run_hybrid(tiny("qwen3.5")[1], **OPTIONS)
+    assert "linear layers" in refused(hybrid)
+    runner = run_on(tiny("llama")[1], **{**OPTIONS, "debug": True})
+    assert "debug mode" in refused(runner)
+    runner = run_on(tiny("llama")[1], **OPTIONS)
+    monkeypatch.setattr(runner.ranks, "size", 2)
+    assert "2 ranks" in refused(runner)
+
+
+def test_a_model_that_reads_on_the_host_is_refused(tiny, run_on):
+    """Its steps are eager, as before."""
+    runner = run_on(tiny("llama")[1], **OPTIONS)
+    expected = logits_of(runner, (5,))
+    layer = runner.model.model.layers[1]
+    hook = layer.register_forward_pre_hook(lambda module, args: bool(args[0].sum() > 0) or None)
+    assert "synchronises" in refused(runner)
+    hook.remove()
+    torch.testing.assert_close(logits_of(runner, (5,)), expected)
+
+
+def test_options(tiny, run_on):
+    with pytest.raises(InvalidInput, match="piece_sizes: expected ascending"):
+        RunnerOptions(max_batch_size=1, max_context_len=9, piece_sizes=(4, 2))
+    with pytest.raises(GraphUnsupported, match="graphs for 'cpu' devices"):
+        run_on(tiny("llama")[1], **{**OPTIONS, "graph": None}, piece_sizes=(4,))
+    for changes in ({"graph": None}, {"piece_sizes": (4,)}):
+        assert run_on(tiny("llama")[1], **{**OPTIONS, **changes}).pieces is None
