@@ -8,8 +8,11 @@ import torch
 from attnmux.core import GraphUnsupported, InvalidInput
 from attnmux.testing import RecordingGraphs
 from attnmux.transformers import Engine, RunnerOptions, SequenceState
+from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.run import pieces
-from attnmux.transformers.run.pieces import PIECE_SIZES
+from attnmux.transformers.run.capacity import Capacity, allocate, piece_bytes
+from attnmux.transformers.run.pieces import PIECE_SIZES, usual_sizes
+from attnmux.transformers.run.ranks import ONE_RANK
 
 OPTIONS = {"max_batch_size": 4, "debug": False, "graph": False}
 
@@ -161,6 +164,8 @@ def test_bits_of_a_deterministic_runner_stay(tiny, run_on):
 def test_a_size_is_captured_when_it_comes_up_again(tiny, run_on, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_SIZES", (4, 8, 16, 32))
     runner = run_on(tiny("llama")[1], max_context_len=6, **OPTIONS)
+    assert usual_sizes(24) == usual_sizes(32) == usual_sizes(99) == (4, 8, 16, 32)
+    assert usual_sizes(8) == (4, 8)
     runner.capture_pieces(devices=RecordingGraphs())
     captured = runner.pieces.runner.memory_bytes
     assert captured.keys() == {32}  # a step has up to 24 tokens
@@ -171,7 +176,7 @@ def test_a_size_is_captured_when_it_comes_up_again(tiny, run_on, monkeypatch):
     assert steps.eager[0] == 5
     assert steps.in_pieces == [("EXTEND", 5)] * 2
     assert runner.pieces.runner.memory_bytes.keys() == {8, 32}
-    assert PIECE_SIZES == tuple(sorted(set(PIECE_SIZES)))
+    assert tuple(sorted(set(PIECE_SIZES))) == PIECE_SIZES
 
 
 def test_a_size_that_cannot_be_captured_later_runs_eagerly(tiny, run_on, monkeypatch, caplog):
@@ -225,3 +230,24 @@ def test_options(tiny, run_on):
         run_on(tiny("llama")[1], **{**OPTIONS, "graph": None}, piece_sizes=(4,))
     for changes in ({"graph": None}, {"piece_sizes": (4,)}):
         assert run_on(tiny("llama")[1], **{**OPTIONS, **changes}).pieces is None
+
+
+def test_a_share_of_the_memory_leaves_room(tiny, run_on, monkeypatch):
+    """For the activations of the largest size; a number of bytes is taken whole."""
+    monkeypatch.setattr("attnmux.core.KVPool.free_memory", lambda device: 1_000_000)
+    runner = run_on(tiny("llama")[1], **OPTIONS)
+    decision = runner.decision
+    assert not decision.request.graph
+    widest = (4 + 2 + 2) * 8 + 32 + 2 * 48 + 32
+    assert piece_bytes(runner.model, 24) == 2 * 24 * widest * 4
+    tokens = []
+    for piece_tokens in (0, 24):
+        for memory in (MemoryBudget(fraction=0.5), MemoryBudget(nbytes=500_000)):
+            capacity = Capacity(
+                max_batch_size=4, max_context_len=64, memory=memory, piece_tokens=piece_tokens
+            )
+            tokens.append(allocate(runner.served, decision, capacity, ONE_RANK).kv_tokens)
+    share, exact, less, same = tokens
+    assert share == exact == same
+    per_token = 500_000 / share
+    assert share - less == pytest.approx(2 * 24 * widest * 4 / per_token, abs=2)

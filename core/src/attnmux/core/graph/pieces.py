@@ -27,7 +27,7 @@ from attnmux.core.graph.devices import CapturedPiece, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
 
 PieceForward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], Any]
-"""A model's call, with the batch, its `input_ids` [T] int64, and the indices [n] int64 of the tokens
+"""A model's call, with the batch, its `input_ids` [T] int64, and the indices [n] int64 of tokens
 whose results it returns: a tensor, or a tuple, list or dict of tensors, each with n rows."""
 
 INPUT = "input_ids"
@@ -44,10 +44,12 @@ class _Call(NamedTuple):
 
     def run(self, backend: AttentionBackend, batch: ForwardBatch) -> None:
         num_tokens, out = batch.num_tokens, self.tensors[-1]
+        if out is None or num_tokens == out.shape[0]:
+            self.attend(backend, batch, *self.tensors)
+            return
         rows = [None if tensor is None else tensor[:num_tokens] for tensor in self.tensors]
         self.attend(backend, batch, *rows)
-        if out is not None and num_tokens < out.shape[0]:
-            out[num_tokens:].zero_()
+        out[num_tokens:].zero_()
 
 
 class _Captured(NamedTuple):

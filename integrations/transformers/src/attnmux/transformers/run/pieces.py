@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,9 +78,7 @@ def make_pieces(
     """See `ModelRunner.capture_pieces`."""
     check_pieces(model)
     context = model.context
-    most = context.max_batch_size * context.max_context_len
-    fitting = [size for size in PIECE_SIZES if size < most]
-    usual = [*fitting, *PIECE_SIZES[len(fitting) : len(fitting) + 1]]
+    usual = usual_sizes(context.max_batch_size * context.max_context_len)
     runner = PieceRunner(
         model.backend,
         model.logits,
@@ -89,6 +88,12 @@ def make_pieces(
     )
     runner.capture(None if sizes else usual[-1])
     return PromptPieces(runner)
+
+
+def usual_sizes(most: int) -> tuple[int, ...]:
+    """The usual numbers of tokens for steps of at most so many."""
+    fitting = bisect_left(PIECE_SIZES, most)
+    return PIECE_SIZES[: fitting + 1]
 
 
 def check_pieces(model: ModelOnBackend) -> None:
