@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnmux.core import (
+    DeviceGraphs,
     ForwardBatch,
     ForwardContext,
     ForwardMode,
@@ -160,3 +161,35 @@ def test_a_context_in_debug_mode_is_refused(setup: Any) -> None:
     context = replace(setup.context, debug=True)
     with pytest.raises(GraphUnsupported, match="debug mode"):
         runner_of(setup, backend=GraphFakeBackend(context))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pieces_of_cuda_graphs() -> None:
+    """Memory that pieces share holds what the next one reads, at every size."""
+    device = torch.device("cuda")
+    on_device = make_setup(CASE, fake_platform(), device)
+    backend = FakeBackend(on_device.context)
+
+    def on_cuda(batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], keep: torch.Tensor) -> Any:
+        with torch.device(device):
+            return model(batch, inputs, keep)
+
+    runner = runner_of(on_device, backend=backend, forward=on_cuda, devices=DeviceGraphs.of(device))
+    runner.capture()
+    for requests in (((0, 16),), ((5, 3),), ((9, 2), (0, 7), (3, 1)), ((1, 1),), ((0, 8),)) * 2:
+        batch, ids, keep = step_of(on_device, *requests)
+        ids, keep = ids.to(device), keep.to(device)
+        backend.init_forward_metadata(batch)
+        ours = runner.replay(batch, ids, keep)["rows"].clone()
+        with ForwardContext.enter(backend, batch):
+            theirs = on_cuda(batch, {"input_ids": ids}, keep)["rows"]
+        torch.testing.assert_close(ours, theirs)
+    failing = runner_of(
+        on_device,
+        backend=backend,
+        forward=lambda batch, inputs, keep: on_cuda(batch, inputs, keep)["rows"] * int(keep.sum()),
+        devices=DeviceGraphs.of(device),
+    )
+    with pytest.raises(GraphUnsupported, match="the step cannot be captured"):
+        failing.capture()
+    assert torch.rand(3, device=device).isfinite().all()

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core import Chooser, DeviceGraphs, GraphUnsupported, InvalidInput, Plugins
 from attnmux.testing import RecordingGraphs
-from attnmux.transformers import Engine, RunnerOptions, SequenceState
+from attnmux.transformers import (
+    Engine,
+    RunnerOptions,
+    SequenceState,
+    load_runner,
+    open_checkpoint,
+)
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.run import pieces
 from attnmux.transformers.run.capacity import Capacity, allocate, piece_bytes
@@ -251,3 +257,43 @@ def test_a_share_of_the_memory_leaves_room(tiny, run_on, monkeypatch):
     assert share == exact == same
     per_token = 500_000 / share
     assert share - less == pytest.approx(2 * 24 * widest * 4 / per_token, abs=2)
+
+
+def test_pieces_are_made_when_a_model_is_loaded(tiny, run_on, monkeypatch):
+    monkeypatch.setattr(DeviceGraphs, "of", lambda device: RecordingGraphs())
+    folder, changes = tiny("llama")[1], {**OPTIONS, "graph": None}
+    runner = run_on(folder, piece_sizes=(8, 16), **changes)
+    assert runner.pieces.runner.memory_bytes.keys() == {8, 16}
+    runner = run_on(folder, max_context_len=16, **changes)
+    assert runner.pieces.runner.sizes == (16, 32, 48, 64)
+    assert runner.pieces.runner.memory_bytes.keys() == {64}
+    assert run_on(folder, piece_sizes=(), **changes).pieces is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_pieces_on_a_device(tiny, compiles):
+    chooser = Chooser.here(torch.device("cuda"))
+    runner = load_runner(
+        open_checkpoint(tiny("llama")[1]),
+        chooser.platform,
+        Plugins.load().offers(),
+        RunnerOptions(
+            max_batch_size=4,
+            max_context_len=64,
+            max_total_tokens=256,
+            compile=compiles,
+            graph=False,
+        ),
+    )
+    lens = [(16,), (3, 9), (1,), (5, 4, 3, 2), (15,), (8, 16), (2,), (24,)]
+    eager = [logits_of(runner, each) for each in lens]
+    plain = generated(runner)
+    runner.capture_pieces(sizes=(8, 16, 24))
+    assert sum(runner.pieces.runner.memory_bytes.values()) > 0
+    steps = Steps(runner)
+    for _ in range(2):
+        for each, expected in zip(lens, eager, strict=True):
+            torch.testing.assert_close(logits_of(runner, each), expected, atol=1e-3, rtol=1e-3)
+    assert not steps.eager
+    assert generated(runner) == plain

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -34,12 +34,10 @@ from attnmux.transformers.requests.sequence import SequenceState, Step
 from attnmux.transformers.run.capacity import Capacity, RunnerMemory, allocate
 from attnmux.transformers.run.fixed_rows import fix_rows
 from attnmux.transformers.run.linears import LinearKernel, multiply_by
+from attnmux.transformers.run.pieces import PromptPieces
 from attnmux.transformers.run.ranks import ONE_RANK, Ranks
 from attnmux.transformers.run.served_model import ServedModel
 from attnmux.transformers.run.stats import Laps
-
-if TYPE_CHECKING:
-    from attnmux.transformers.run.pieces import PromptPieces
 
 P = TypeVar("P")
 

@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 
-from attnmux.core import DeviceGraphs, ForwardBatch, GraphUnsupported, PieceRunner
+from attnmux.core import (
+    AttentionBackend,
+    DeviceGraphs,
+    ForwardBatch,
+    GraphUnsupported,
+    PieceForward,
+    PieceRunner,
+)
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.model.repeated import has_numbered_calls
-from attnmux.transformers.run.model_on_backend import ModelOnBackend
+from attnmux.transformers.run.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)
 
@@ -73,15 +80,21 @@ class PromptPieces:
 
 
 def make_pieces(
-    model: ModelOnBackend, sizes: Sequence[int] | None, devices: DeviceGraphs | None
+    model: ServedModel,
+    backend: AttentionBackend,
+    forward: PieceForward,
+    *,
+    sizes: Sequence[int] | None,
+    devices: DeviceGraphs | None,
+    num_ranks: int,
 ) -> PromptPieces:
-    """See `ModelRunner.capture_pieces`."""
-    check_pieces(model)
-    context = model.context
+    """See `ModelRunner.capture_pieces`. forward: as `PieceRunner` takes it."""
+    check_pieces(model, num_ranks)
+    context = backend.context
     usual = usual_sizes(context.max_batch_size * context.max_context_len)
     runner = PieceRunner(
-        model.backend,
-        model.logits,
+        backend,
+        forward,
         sizes=sizes or usual,
         max_rows=context.max_batch_size,
         devices=devices or DeviceGraphs.of(context.device),
@@ -96,16 +109,16 @@ def usual_sizes(most: int) -> tuple[int, ...]:
     return PIECE_SIZES[: fitting + 1]
 
 
-def check_pieces(model: ModelOnBackend) -> None:
+def check_pieces(model: ServedModel, num_ranks: int) -> None:
     """Raise GraphUnsupported for a model whose steps over prompts cannot run in pieces."""
-    reasons = [part.unpieced for part in model.served.parts if part.unpieced is not None]
-    if isinstance(model.model, PackedDecoder):
+    reasons = [part.unpieced for part in model.parts if part.unpieced is not None]
+    if isinstance(model.module, PackedDecoder):
         reasons.append("an encoder, whose states each step has another number of")
-    if model.served.head is not None:
+    if model.head is not None:
         reasons.append("hidden states of another model among its inputs")
-    if has_numbered_calls(model.model):
+    if has_numbered_calls(model.module):
         reasons.append("layers that attend again, whose calls are counted in each step")
-    if model.ranks.size > 1:
-        reasons.append(f"{model.ranks.size} ranks, which would have to capture together")
+    if num_ranks > 1:
+        reasons.append(f"{num_ranks} ranks, which would have to capture together")
     if reasons:
         raise GraphUnsupported(f"no pieces of a model with {' and '.join(reasons)}")

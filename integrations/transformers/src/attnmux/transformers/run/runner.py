@@ -92,7 +92,14 @@ class ModelRunner(ModelOnBackend):
         or with parts that read the running step.
         """
         self.pieces = None
-        self.pieces = make_pieces(self, sizes, devices)
+        self.pieces = make_pieces(
+            self.served,
+            self.backend,
+            self.logits,
+            sizes=sizes,
+            devices=devices,
+            num_ranks=self.ranks.size,
+        )
 
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
