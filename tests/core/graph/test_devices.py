@@ -200,3 +200,5 @@ def test_devices_without_pieces_say_so() -> None:
 
     with pytest.raises(GraphUnsupported, match="Whole captures whole steps"):
         Whole().piece()
+    with pytest.raises(GraphUnsupported, match="Whole captures whole steps"):
+        Whole().unowned(torch.empty(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from attnmux.transformers import (
     load_runner,
     open_checkpoint,
 )
+from attnmux.transformers.load import making
+from attnmux.transformers.load.making import make_runner
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.run import pieces
 from attnmux.transformers.run.capacity import Capacity, allocate, piece_bytes
@@ -257,6 +261,31 @@ def test_a_share_of_the_memory_leaves_room(tiny, run_on, monkeypatch):
     assert share == exact == same
     per_token = 500_000 / share
     assert share - less == pytest.approx(2 * 24 * widest * 4 / per_token, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({}, 256),
+        ({"piece_sizes": (8, 16)}, 16),
+        ({"piece_sizes": ()}, 0),
+        ({"graph": False}, 0),
+    ],
+)
+def test_room_is_left_for_the_largest_size(tiny, run_on, monkeypatch, changes, tokens):
+    """If graphs are decided."""
+    rooms = []
+
+    def noted(served, decision, capacity, **settings):
+        rooms.append(capacity.piece_tokens)
+
+    runner = run_on(tiny("llama")[1], **OPTIONS)
+    monkeypatch.setattr(making, "ModelRunner", noted)
+    for graph in (True, False):
+        decision = replace(runner.decision, request=runner.decision.request.replace(graph=graph))
+        options = RunnerOptions(max_batch_size=4, max_context_len=64, max_total_tokens=9, **changes)
+        make_runner(runner.model, runner.served.layers, decision, options)
+    assert rooms == [tokens, 0]
 
 
 def test_pieces_are_made_when_a_model_is_loaded(tiny, run_on, monkeypatch):

@@ -87,13 +87,19 @@ class DeviceGraphs(ABC):
         Raises GraphUnsupported for a device whose graphs hold whole steps alone, and at the end
         for operations that cannot be replayed.
         """
-        kind = type(self).__name__
-        raise GraphUnsupported(f"{kind} captures whole steps, and no pieces of one")
+        raise self._no_pieces()
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A captured tensor, whose memory later captures may use as soon as the step drops it. It
-        has its values only between the pieces of a replay where it had them in the capture."""
-        return tensor
+        has its values only between the pieces of a replay where it had them in the capture.
+
+        Raises GraphUnsupported for a device on which pieces would keep the memory of all layers.
+        """
+        raise self._no_pieces()
+
+    def _no_pieces(self) -> GraphUnsupported:
+        kind = type(self).__name__
+        return GraphUnsupported(f"{kind} captures whole steps, and no pieces of one")
 
     @staticmethod
     def of(device: torch.device, device_type: str | None = None) -> DeviceGraphs:
