@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from attnmux.core import Chooser, DeviceGraphs, GraphUnsupported, InvalidInput, Plugins
+from attnmux.core.plugin import CapturedPiece
 from attnmux.testing import RecordingGraphs
 from attnmux.transformers import (
     Engine,
@@ -108,6 +111,48 @@ def test_compiled_layers_in_pieces(tiny, run_on):
     torch._dynamo.reset()
 
 
+class Cuts(DeviceGraphs):
+    """Captures nothing, and notes what runs inside of pieces. The model's code stays compiled."""
+
+    def __init__(self):
+        self.notes = []
+
+    session = nullcontext
+    capture = None
+
+    def warm_up(self, step):
+        step.run()
+
+    @contextmanager
+    def piece(self):
+        self.notes.append("begin")
+        yield CapturedPiece(replay=lambda: None)
+        self.notes.append("end")
+
+    def unowned(self, tensor):
+        assert self.notes[-1] == "end"
+        return tensor
+
+
+@pytest.mark.parametrize("architecture", ["gpt-oss", "deepseek-v2"])
+def test_compiled_code_is_cut_at_its_attention(tiny, run_on, architecture):
+    """The op of attention ends a piece inside of a compiled layer."""
+    torch._dynamo.reset()
+    runner = run_on(tiny(architecture)[1], page_size=1, **OPTIONS)
+    runner.compile(backend="aot_eager")
+    made, cuts = counters["stats"]["unique_graphs"], Cuts()
+    runner.capture_pieces(sizes=(8, 16), devices=cuts)
+    assert counters["stats"]["unique_graphs"] == made
+    layers = len(runner.context.layers)
+    assert cuts.notes == ["begin", "end"] * 2 * (layers + 1)
+    captured = runner.pieces.runner._captured[8]
+    for call in captured.calls:
+        q, *_, out = call.tensors
+        assert q.shape[0] == out.shape[0] == 8
+        assert q.data_ptr() != out.data_ptr()
+    torch._dynamo.reset()
+
+
 def test_a_longer_step_than_the_largest_size_runs_eagerly(tiny, run_on):
     runner = run_on(tiny("llama")[1], **OPTIONS)
     plain = generated(runner)
@@ -171,7 +216,8 @@ def test_bits_of_a_deterministic_runner_stay(tiny, run_on):
     assert steps.in_pieces
 
 
-def test_a_size_is_captured_when_it_comes_up_again(tiny, run_on, monkeypatch):
+def test_a_size_is_captured_once_enough_steps_had_it(tiny, run_on, monkeypatch):
+    monkeypatch.setattr(pieces, "CAPTURED_AT", 2)
     monkeypatch.setattr(pieces, "PIECE_SIZES", (4, 8, 16, 32))
     runner = run_on(tiny("llama")[1], max_context_len=6, **OPTIONS)
     assert usual_sizes(24) == usual_sizes(32) == usual_sizes(99) == (4, 8, 16, 32)
@@ -190,6 +236,7 @@ def test_a_size_is_captured_when_it_comes_up_again(tiny, run_on, monkeypatch):
 
 
 def test_a_size_that_cannot_be_captured_later_runs_eagerly(tiny, run_on, monkeypatch, caplog):
+    monkeypatch.setattr(pieces, "CAPTURED_AT", 2)
     runner = run_on(tiny("llama")[1], max_context_len=6, **OPTIONS)
     runner.capture_pieces(devices=RecordingGraphs())
     eager = logits_of(runner, (5,))

@@ -34,18 +34,18 @@ PIECE_SIZES = (
 )
 """Numbers of tokens, of which no step pads more than a quarter above 64."""
 
-CAPTURED_AT = 2
-"""The step of a size that captures it."""
+CAPTURED_AT = 8
+"""The step of a size that captures it: about as many as the capture takes as long as they gain."""
 
 INPUT = "input_ids"
 
 
 class PromptPieces:
-    """Steps over prompts, whose sizes are captured when they come up again.
+    """Steps over prompts, whose sizes are captured once enough steps had them.
 
-    A size takes as long to capture as some eager steps, which a single prompt would not gain back.
-    The largest is captured at the start: it takes nearly all the memory, and shows whether the
-    model can be captured.
+    A size takes longer to capture than an eager step, which a few prompts would not gain back. The
+    largest is captured at the start: it takes nearly all the memory, and shows whether the model
+    can be captured.
     """
 
     def __init__(self, pieces: PieceRunner) -> None:
@@ -56,7 +56,7 @@ class PromptPieces:
     def serves(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], num_rows: int
     ) -> bool:
-        """Whether a step runs in pieces. The second step of a size captures them."""
+        """Whether a step runs in pieces. Step `CAPTURED_AT` of a size captures them."""
         size = self.runner.size_for(batch, num_rows)
         if size is None or inputs.keys() != {INPUT}:
             return False
