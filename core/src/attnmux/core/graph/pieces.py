@@ -9,21 +9,18 @@ numbers of tokens, and between them attention runs eagerly, over the tokens that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.contract.call import AttentionCall
-from attnmux.core.contract.latent import UpProjection
-from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.op import ForwardContext
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
+from attnmux.core.graph.breaks import Breaks, CapturedPieces
 from attnmux.core.graph.config import padded_size
-from attnmux.core.graph.devices import CapturedPiece, DeviceGraphs, GraphStep
+from attnmux.core.graph.devices import DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
 
 PieceForward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], Any]
@@ -31,37 +28,6 @@ PieceForward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor], to
 whose results it returns: a tensor, or a tuple, list or dict of tensors, each with n rows."""
 
 INPUT = "input_ids"
-
-
-class _Call(NamedTuple):
-    """One call of attention between two pieces."""
-
-    attend: Callable[..., object]
-    """Takes the backend, the step's batch, and the step's rows of the tensors."""
-    tensors: Sequence[torch.Tensor | None]
-    """Rows of a padded size, in the memory of graphs. The last tensor is the result, which the next
-    piece reads."""
-
-    def run(self, backend: AttentionBackend, batch: ForwardBatch) -> None:
-        num_tokens, out = batch.num_tokens, self.tensors[-1]
-        if out is None or num_tokens == out.shape[0]:
-            self.attend(backend, batch, *self.tensors)
-            return
-        rows = [None if tensor is None else tensor[:num_tokens] for tensor in self.tensors]
-        self.attend(backend, batch, *rows)
-        out[num_tokens:].zero_()
-
-
-class _Captured(NamedTuple):
-    """A step of one number of tokens."""
-
-    pieces: Sequence[CapturedPiece]
-    """One more than the calls: the last one follows them."""
-    calls: Sequence[_Call]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
 
 
 class PieceRunner:
@@ -103,7 +69,7 @@ class PieceRunner:
             """Ids, positions and slots."""
             self._keep = torch.zeros(self.rows(sizes[-1]), dtype=torch.int64, device=device)
         self._outputs = FixedOutputs()
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, CapturedPieces] = {}
 
     @property
     def memory_bytes(self) -> Mapping[int, int]:
@@ -169,7 +135,7 @@ class PieceRunner:
         captured.pieces[-1].replay()
         return self._outputs.rows(num_rows)
 
-    def _capture(self, size: int) -> _Captured:
+    def _capture(self, size: int) -> CapturedPieces:
         device, (ids, positions, slots) = self._tokens.device, self._tokens[:, :size].unbind()
         keep, length = self._keep[: self.rows(size)], torch.tensor([size], dtype=torch.int32)
         batch = ForwardBatch(
@@ -185,7 +151,7 @@ class PieceRunner:
         )
         self._tokens.zero_()
         self._keep.zero_()
-        breaks = _Breaks(self._backend, self._devices)
+        breaks = Breaks(self._backend, self._devices)
 
         def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
             with ForwardContext.enter(breaks, batch):
@@ -194,104 +160,3 @@ class PieceRunner:
         for _ in range(self._devices.NUM_WARM_UPS):
             self._devices.warm_up(GraphStep(prepare=lambda: None, forward=run_model))
         return breaks.capture(run_model)
-
-
-class _Breaks(AttentionBackend):
-    """The backend of a step that is captured: a call of attention ends one piece and begins the
-    next. Nothing is attended to and no K and V are written: a replay calls the real backend."""
-
-    def __init__(self, backend: AttentionBackend, devices: DeviceGraphs) -> None:
-        super().__init__(backend.context, backend.options)
-        self._devices = devices
-        self._open: ExitStack | None = None
-        self._pieces: list[CapturedPiece] = []
-        self._calls: list[_Call] = []
-
-    def capture(self, run_model: Callable[[], object]) -> _Captured:
-        """Call the model once. Raises GraphUnsupported for a piece that cannot be replayed."""
-        with ExitStack() as self._open:
-            self._begin(self._open)
-            run_model()
-        self._open = None
-        return _Captured(tuple(self._pieces), tuple(self._calls))
-
-    def _begin(self, stack: ExitStack) -> None:
-        self._pieces.append(stack.enter_context(self._devices.piece()))
-
-    def _break(self, attend: Callable[..., object], *tensors: torch.Tensor | None) -> None:
-        """End a piece and begin the next. The arguments are those of `_Call`."""
-        out = tensors[-1]
-        if self._open is not None:
-            self._open.close()
-            unowned = self._devices.unowned
-            kept = [None if tensor is None else unowned(tensor) for tensor in tensors]
-            self._calls.append(_Call(attend, kept))
-            self._begin(self._open)
-        elif out is not None:
-            out.zero_()  # a warm-up, in which later layers read it
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        """Nothing: attention is prepared for the step's own batch."""
-
-    def save_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        k_rope: torch.Tensor | None = None,
-    ) -> None:
-        """Nothing: the real backend writes K and V of the step's own tokens."""
-
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        raise NotImplementedError("a step over prompts")
-
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        layer, saves, out = call.layer, call.save_kv_cache, call.out
-        if call.lse is not None:
-            raise GraphUnsupported("a layer's result depends on the LSE of its attention")
-        if out is None:
-            out = call.q.new_empty((call.q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
-
-        def attend(
-            backend: AttentionBackend,
-            step: ForwardBatch,
-            q: torch.Tensor,
-            k: torch.Tensor | None,
-            v: torch.Tensor | None,
-            q_rope: torch.Tensor | None,
-            k_rope: torch.Tensor | None,
-            out: torch.Tensor,
-        ) -> None:
-            ropes = {"q_rope": q_rope, "k_rope": k_rope}
-            backend.forward(q, k, v, layer, step, saves, out=out, **ropes)
-
-        self._break(attend, call.q, call.k, call.v, call.q_rope, call.k_rope, out)
-        return out
-
-    def forward_latent(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        projection: UpProjection,
-    ) -> torch.Tensor:
-        out = q.new_empty((*q.shape[:2], projection.v_head_dim))
-
-        def attend(
-            backend: AttentionBackend,
-            step: ForwardBatch,
-            q: torch.Tensor,
-            latent: torch.Tensor,
-            k_rope: torch.Tensor,
-            out: torch.Tensor,
-        ) -> None:
-            out.copy_(backend.forward_latent(q, latent, k_rope, layer, step, projection))
-
-        self._break(attend, q, latent, k_rope, out)
-        return out
