@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core import DeviceGraphs, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import CudaGraphs
 from attnmux.core.plugin import GraphStep
 
@@ -23,6 +24,15 @@ class Stream:
         self.waits.append(other.name)
 
 
+class Graph:
+    """Counts its replays."""
+
+    count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+
+
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The stream that the caller is on, of a `torch.cuda` that launches nothing."""
@@ -34,7 +44,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
     stubs = {
         "Stream": lambda device: Stream("capture"),
-        "CUDAGraph": object,
+        "CUDAGraph": Graph,
         "graph_pool_handle": lambda: None,
         "current_stream": lambda device: stream,
         "stream": on,
@@ -135,3 +145,60 @@ def test_other_errors_of_a_step_are_its_own(current: Stream) -> None:
     with pytest.raises(InvalidInput) as caught:
         graphs().capture(step_of(error))
     assert caught.value is error
+
+
+def test_a_piece_ends_elsewhere_and_is_replayed(
+    current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    @contextmanager
+    def capturing(graph: Graph, **settings: object) -> Iterator[None]:
+        notes.append(f"begin {settings['capture_error_mode']}")
+        yield
+        notes.append("end")
+
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    devices, stack = graphs(), ExitStack()
+    first = stack.enter_context(devices.piece())
+    stack.close()
+    second = stack.enter_context(devices.piece())
+    stack.close()
+    assert notes == ["begin thread_local", "end"] * 2
+    first.replay()
+    first.replay()
+    second.replay()
+    graph_of = [piece.replay.__self__ for piece in (first, second)]  # type: ignore[attr-defined]  # a bound method
+    assert [graph.count for graph in graph_of] == [2, 1]
+
+
+def test_a_piece_that_cannot_be_captured_says_why(current: Stream) -> None:
+    with (
+        pytest.raises(GraphUnsupported, match="cannot be captured: not while capturing"),
+        graphs().piece(),
+    ):
+        raise RuntimeError("not while capturing")
+
+
+def test_unowned_tensors_do_not_keep_memory(current: Stream) -> None:
+    """Only the address is kept: a graph's pool has the memory."""
+    whole = torch.arange(24.0).view(4, 6)
+    tensor = whole[1:, 2:5]
+    unowned = graphs().unowned(tensor)
+    assert torch.equal(unowned, tensor)
+    assert unowned.stride() == tensor.stride()
+    unowned[0, 0] = 99
+    assert whole[1, 2] == 99
+    memory = StorageWeakRef(whole.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
+    del whole, tensor
+    assert memory.expired()  # type: ignore[no-untyped-call]  # as above
+
+
+def test_devices_without_pieces_say_so() -> None:
+    class Whole(DeviceGraphs):
+        session = warm_up = capture = None  # type: ignore[assignment]  # not called
+
+    with pytest.raises(GraphUnsupported, match="Whole captures whole steps"):
+        Whole().piece()
+    with pytest.raises(GraphUnsupported, match="Whole captures whole steps"):
+        Whole().unowned(torch.empty(1))

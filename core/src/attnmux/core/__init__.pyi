@@ -51,6 +51,8 @@ from attnmux.core.graph.config import GraphConfig as GraphConfig
 from attnmux.core.graph.config import ModelInput as ModelInput
 from attnmux.core.graph.devices import CapturingRanks as CapturingRanks
 from attnmux.core.graph.devices import DeviceGraphs as DeviceGraphs
+from attnmux.core.graph.pieces import PieceForward as PieceForward
+from attnmux.core.graph.pieces import PieceRunner as PieceRunner
 from attnmux.core.graph.runner import GraphRunner as GraphRunner
 from attnmux.core.kv.foreign import foreign_pool as foreign_pool
 from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool

@@ -93,6 +93,7 @@ def test_sizes_of_graphs_are_checked() -> None:
     with pytest.raises(InvalidInput, match="ascending"):
         RunnerOptions(max_batch_size=1, max_context_len=9, graph_sizes=(4, 2))
     assert generate("--graph-sizes", "1,x").exit_code == 2
+    assert "--piece-sizes: expected sizes" in generate("--piece-sizes", "64,x").output
 
 
 def test_the_command_prints_log_probabilities_and_sets_options() -> None:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from attnmux.core import Offer
+from attnmux.core import GraphUnsupported, Offer
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.load.checkpoint import quiet_transformers
@@ -111,3 +111,6 @@ def test_replayed_steps_give_the_logits_of_eager_ones(tmp_path, make):
     for ours, theirs in zip(decode(runner, 4), eager, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert replays == [3, 3, 2, 2]
+    if make is bart:
+        with pytest.raises(GraphUnsupported, match="no pieces of a model with an encoder"):
+            runner.capture_pieces(devices=RecordingGraphs())

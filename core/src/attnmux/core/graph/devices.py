@@ -7,7 +7,7 @@ import gc
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,16 @@ class CapturedGraph:
     """Whether replays may follow each other without `init_forward_metadata_out_graph` between."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class CapturedPiece:
+    """A part of a step that can be launched again, once the block that captures it has ended."""
+
+    replay: Callable[[], None]
+    """Runs the captured operations on the present contents of their buffers."""
+    nbytes: int = 0
+    """Memory that the graph takes on the device."""
+
+
 class DeviceGraphs(ABC):
     """The graphs of one device. They share a memory pool, so that one may run at a time."""
 
@@ -69,6 +79,27 @@ class DeviceGraphs(ABC):
     @abstractmethod
     def capture(self, step: GraphStep) -> CapturedGraph:
         """Capture the step. Raises GraphUnsupported for a step that cannot be replayed."""
+
+    def piece(self) -> AbstractContextManager[CapturedPiece]:
+        """A block, inside a session, whose operations are captured. It may end in another function
+        than the one that began it.
+
+        Raises GraphUnsupported for a device whose graphs hold whole steps alone, and at the end
+        for operations that cannot be replayed.
+        """
+        raise self._no_pieces()
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A captured tensor, whose memory later captures may use as soon as the step drops it. It
+        has its values only between the pieces of a replay where it had them in the capture.
+
+        Raises GraphUnsupported for a device on which pieces would keep the memory of all layers.
+        """
+        raise self._no_pieces()
+
+    def _no_pieces(self) -> GraphUnsupported:
+        kind = type(self).__name__
+        return GraphUnsupported(f"{kind} captures whole steps, and no pieces of one")
 
     @staticmethod
     def of(device: torch.device, device_type: str | None = None) -> DeviceGraphs:
@@ -127,10 +158,17 @@ class StreamGraphs(DeviceGraphs):
         self._api.synchronize(self._device)
 
     def capture(self, step: GraphStep) -> CapturedGraph:
+        with self.piece() as whole:
+            outputs = step.run()
+        return CapturedGraph(outputs=outputs, nbytes=whole.nbytes, replay=whole.replay)
+
+    @contextmanager
+    def piece(self) -> Iterator[CapturedPiece]:
         api, graph = self._api, self._graph()
         # Otherwise torch's cache of the warm-ups would hide the memory that the graph takes
         api.empty_cache()
         free, _ = api.mem_get_info(self._device)
+        piece = CapturedPiece(replay=graph.replay)
         try:
             with api.graph(
                 graph,
@@ -139,12 +177,12 @@ class StreamGraphs(DeviceGraphs):
                 # Other threads go on using the device
                 capture_error_mode="thread_local",
             ):
-                outputs = step.run()
+                yield piece
         except RuntimeError as error:
             self.recover()
             raise GraphUnsupported(_why(error)) from error
         left, _ = api.mem_get_info(self._device)
-        return CapturedGraph(outputs=outputs, nbytes=max(free - left, 0), replay=graph.replay)
+        piece.nbytes = max(free - left, 0)
 
     def recover(self) -> None:
         """Called after a capture that failed."""
@@ -155,6 +193,15 @@ class CudaGraphs(StreamGraphs):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, torch.cuda, torch.cuda.CUDAGraph)
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over the address alone. The pool keeps its memory as long as its graphs live."""
+        storage = tensor.untyped_storage()
+        borrowed = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def recover(self) -> None:
         """Let torch's generator draw eagerly again.

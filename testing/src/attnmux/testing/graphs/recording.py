@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from attnmux.core import DeviceGraphs
-from attnmux.core.plugin import CapturedGraph, GraphStep
+from attnmux.core.plugin import CapturedGraph, CapturedPiece, GraphStep
 from attnmux.testing.graphs.recorder import Recorder
 from attnmux.testing.graphs.tape import GraphViolation, Tape
 
@@ -63,13 +63,33 @@ class RecordingGraphs(DeviceGraphs):
                 raise GraphViolation(
                     FORWARD, "the output", "was made by no recorded torch operation"
                 )
-        inference = torch.is_inference_mode_enabled()
+        return CapturedGraph(outputs=outputs, nbytes=tape.nbytes, replay=_replaying(tape))
 
-        def replay() -> None:
-            with torch.inference_mode(inference), torch.no_grad():
-                tape.run()
+    @contextmanager
+    def piece(self) -> Iterator[CapturedPiece]:
+        tape = Tape()
+        piece = CapturedPiece(replay=_replaying(tape))
+        with (
+            torch.compiler.set_stance("force_eager"),
+            HostReads(FORWARD),
+            Recorder(tape, FORWARD, ()),
+        ):
+            yield piece
+        piece.nbytes = tape.nbytes
 
-        return CapturedGraph(outputs=outputs, nbytes=tape.nbytes, replay=replay)
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def _replaying(tape: Tape) -> Callable[[], None]:
+    """Runs the operations of a tape in the mode of the capture."""
+    inference = torch.is_inference_mode_enabled()
+
+    def replay() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            tape.run()
+
+    return replay
 
 
 _READS: Mapping[object, str] = MappingProxyType(

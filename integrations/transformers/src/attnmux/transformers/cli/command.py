@@ -227,6 +227,12 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Pad a step to the next captured size, or run other sizes without graphs.",
 )
 @click.option(
+    "--piece-sizes",
+    metavar="T,...",
+    help="Numbers of prompt tokens whose steps are captured between attention calls: 64,256,1024, "
+    "or none. Default: the usual ones, if device and model support them.",
+)
+@click.option(
     "--compile",
     is_flag=True,
     help="Compile the model's layers with torch.compile: faster steps, after up to a minute at the "

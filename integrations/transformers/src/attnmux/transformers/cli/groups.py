@@ -16,7 +16,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "KV cache": ("page_size", "kv_dtype", "kv_dtype_skip", "memory", "kept_states", "context"),
     "Batching": ("max_running", "prefill_tokens"),
-    "Graphs": ("graph", "graph_sizes", "graph_padding", "compile"),
+    "Graphs": ("graph", "graph_sizes", "graph_padding", "piece_sizes", "compile"),
     "Drafts": (
         *("draft", "draft_tokens", "topk", "steps", "draft_backend", "speculative_attention_mode"),
         *("draft_always", "accept_threshold_single", "accept_threshold_acc"),

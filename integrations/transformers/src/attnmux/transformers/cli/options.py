@@ -97,7 +97,11 @@ class Options:
                 **{name: left.pop(name) for name in BACKENDS},
                 "options": read_assignments("--set", left.pop("assignments")),
             },
-            running={**left, "graph_sizes": _sizes(left["graph_sizes"])},
+            running={
+                **left,
+                "graph_sizes": _sizes("--graph-sizes", left["graph_sizes"]),
+                "piece_sizes": _piece_sizes(left["piece_sizes"]),
+            },
         )
         options._check()
         return options
@@ -148,13 +152,18 @@ class Options:
             raise InvalidInput("--sparse", got=f"{got} too", expected=expected)
 
 
-def _sizes(text: str | None) -> tuple[int, ...] | None:
-    """Batch sizes, ascending. Raises InvalidInput for other text."""
+def _piece_sizes(text: str | None) -> tuple[int, ...] | None:
+    """Numbers of tokens, ascending; () for "none". Raises InvalidInput for other text."""
+    return () if text == "none" else _sizes("--piece-sizes", text)
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Sizes, ascending. Raises InvalidInput for other text."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise InvalidInput("--graph-sizes", got=repr(text), expected="batch sizes, such as 1,2,4,8")
+        raise InvalidInput(option, got=repr(text), expected="sizes, such as 1,2,4,8")
     return tuple(sorted(set(map(int, parts))))
 
 

@@ -109,6 +109,7 @@ def as_dict(
         "kv_one_pool_tokens": runner.sizes.one_pool,
         "compiled": runner.is_compiled,
         "graph_batch_sizes": [] if runner.graphs is None else list(runner.graphs.batch_sizes),
+        "piece_bytes": {} if runner.pieces is None else dict(runner.pieces.runner.memory_bytes),
         "decision": _decided(runner),
     }
 
@@ -178,7 +179,8 @@ def closing_line(
     ways = [*["compiled"] * runner.is_compiled, *["in graphs"] * (runner.graphs is not None)]
     parts = [
         f"prefill: {timings.prefill_tokens} tokens, "
-        f"{timings.prefill_tokens_per_second:.1f} tokens/s, {served['extend']}",
+        f"{timings.prefill_tokens_per_second:.1f} tokens/s, {served['extend']}"
+        + (", in pieces" if runner.pieces is not None else ""),
         f"decode: {timings.decode_tokens} tokens, "
         f"{timings.decode_tokens_per_second:.1f} tokens/s, {', '.join([served['decode'], *ways])}",
         f"prefixes: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused",

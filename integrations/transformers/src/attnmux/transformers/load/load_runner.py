@@ -81,6 +81,7 @@ def load_runner(
             _compile(runner, warn)
         if options.graph is not False:
             _capture_graphs(runner, options, warn)
+            _capture_pieces(runner, options, warn)
     return runner
 
 
@@ -210,3 +211,19 @@ def _capture_graphs(
         if runner.context.device.type != "cpu" and not runner.context.debug:
             what = "decode runs" if runner.graphs is None else "steps that verify drafts run"
             warn(f"{what} without graphs: {error}")
+
+
+def _capture_pieces(
+    runner: ModelRunner, options: RunnerOptions, warn: Callable[[str], None]
+) -> None:
+    """Capture steps over prompts in pieces. Without them they run eagerly, unless their sizes are
+    given."""
+    if options.piece_sizes == ():
+        return
+    try:
+        runner.capture_pieces(sizes=options.piece_sizes)
+    except GraphUnsupported as error:
+        if options.piece_sizes is not None:
+            raise
+        if runner.context.device.type != "cpu" and not runner.context.debug:
+            warn(f"prompts run without graphs: {error}")

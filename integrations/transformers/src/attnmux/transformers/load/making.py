@@ -11,6 +11,7 @@ from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.model.part import ModelPart
 from attnmux.transformers.run.capacity import Capacity
+from attnmux.transformers.run.pieces import usual_sizes
 from attnmux.transformers.run.runner import ModelRunner
 from attnmux.transformers.run.served_model import ServedModel
 
@@ -40,6 +41,7 @@ def make_runner(
         max_encoder_len=max_encoder_len,
         kept_states=options.max_batch_size if options.kept_states is None else options.kept_states,
         window_step_tokens=options.window_step_tokens,
+        piece_tokens=_piece_tokens(decision, options),
     )
     return ModelRunner(
         served,
@@ -50,3 +52,11 @@ def make_runner(
         wrap=options.wrap,
         ranks=options.ranks,
     )
+
+
+def _piece_tokens(decision: Decision, options: RunnerOptions) -> int:
+    """The most tokens of steps that are going to be captured in pieces."""
+    if options.graph is False or not decision.request.graph or options.ranks.size > 1:
+        return 0
+    usual = usual_sizes(options.max_batch_size * options.max_context_len)
+    return max(usual if options.piece_sizes is None else options.piece_sizes, default=0)

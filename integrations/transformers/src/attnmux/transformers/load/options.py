@@ -121,6 +121,10 @@ class RunnerOptions:
     graph_padding: bool = True
     """Whether a step of fewer requests is padded to a captured size. Without it, other sizes run
     eagerly."""
+    piece_sizes: tuple[int, ...] | None = None
+    """Numbers of tokens for which steps over prompts are captured in pieces between attention
+    calls, ascending; None: the usual ones from 16 to 2,048, the largest at the start and each other
+    one after eight steps that need it; (): none. `graph=False` switches pieces off too."""
     compile: bool = False
     """Whether the model's layers are compiled with torch.compile, which takes up to a minute at the
     first start. If they cannot be, they run as they are, with a warning."""
@@ -189,6 +193,10 @@ class RunnerOptions:
         """Raise InvalidInput for sizes that are not ascending from 1 up."""
         if self.graph_sizes is not None:
             GraphConfig(batch_sizes=self.graph_sizes)
+        sizes = self.piece_sizes or (1,)
+        if sizes[0] < 1 or [*sizes] != sorted(set(sizes)):
+            expected = "ascending numbers of tokens from 1 up"
+            raise InvalidInput("piece_sizes", got=sizes, expected=expected)
 
     def _check_deterministic(self) -> None:
         """Raise InvalidInput for options whose sums depend on the batch."""

@@ -41,6 +41,7 @@ Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 class DualChunks(ModelPart):
     """The `dual_chunk_attention_config` of a model's config, for a context of several chunks."""
 
+    unpieced = "dual chunks, whose queries depend on the running step"
     chunk_size: int
     local_size: int
     trained_len: int = 0

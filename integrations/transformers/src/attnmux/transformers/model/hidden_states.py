@@ -36,6 +36,7 @@ class HiddenStates(ModelPart):
     graphs write it as they write these.
     """
 
+    unpieced = None
     states: torch.Tensor
     """[slots, width], from `attach` on."""
 

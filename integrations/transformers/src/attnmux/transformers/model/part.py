@@ -50,6 +50,8 @@ class ModelPart:
     """Whether layers with windows share the pool of all tokens."""
     uncompiled: tuple[str, str] | None = None
     """`got` and `expected` of the refusal to compile a model with it; None if a compiler may."""
+    unpieced: str | None = "parts that read the running step"
+    """What keeps its model's prompts from running in pieces; None if nothing does."""
     note: str = ""
     """A sentence for the user of a model with it."""
 

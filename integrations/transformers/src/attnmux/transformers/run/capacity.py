@@ -17,6 +17,7 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.parts import LinearStatePool, RequestPages
+from attnmux.transformers.model.decoder_layers import decoder_layers
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.requests.pools import (
     PoolSizes,
@@ -50,6 +51,9 @@ class Capacity:
     model."""
     kept_states: int = 0
     """Prefixes whose linear layers' states are kept."""
+    piece_tokens: int = 0
+    """The most tokens of a step that is captured in pieces. The room for its activations is taken
+    from a share of the memory."""
     window_step_tokens: int | None = None
     """The prompt tokens of a step, at least, for which a window pool has room (see `pool_sizes`);
     None puts all layers into one pool. Callers then `slide` requests before each step, as the
@@ -99,7 +103,8 @@ def allocate(
     for part in model.parts:
         stored = part.stored(stored)
     taken = [part.bytes_per_token(decision) for part in model.parts]
-    batch_size = capacity.max_batch_size
+    batch_size, memory = capacity.max_batch_size, capacity.memory
+    takes_share = memory is not None and memory.fraction is not None
     one_pool = capacity.max_encoder_len > 0 or any(part.one_pool for part in model.parts)
     states = make_states(model.linear, decision, batch_size, capacity.kept_states, device)
     sizes = pool_sizes(
@@ -107,7 +112,14 @@ def allocate(
         decision,
         max_tokens=capacity.pool_tokens(decision.page_size, ranks),
         nbytes=_kv_bytes(
-            decision, capacity, stored, states, ranks, sum(cost.beside for cost in taken), device
+            decision,
+            capacity,
+            stored,
+            states,
+            ranks,
+            beside=sum(cost.beside for cost in taken),
+            pieces=piece_bytes(model.module, capacity.piece_tokens) if takes_share else 0,
+            device=device,
         ),
         max_batch_size=capacity.max_batch_size,
         window_step_tokens=None if one_pool else capacity.window_step_tokens,
@@ -130,6 +142,17 @@ def allocate(
     )
 
 
+def piece_bytes(model: torch.nn.Module, num_tokens: int) -> int:
+    """About the memory that steps of so many tokens take when they are captured in pieces: twice
+    the results of the linear maps of the widest layer."""
+    widths = [
+        sum(each.out_features for each in layer.modules() if isinstance(each, torch.nn.Linear))
+        for layer, _, _ in decoder_layers(model)
+    ]
+    itemsize = max((weight.dtype.itemsize for weight in model.parameters()), default=1)
+    return 2 * num_tokens * max(widths, default=0) * itemsize
+
+
 def _state_tree(
     states: LinearStatePool | None,
     allocator: PagedAllocator,
@@ -148,18 +171,21 @@ def _kv_bytes(
     stored: Sequence[LayerSpec],
     states: LinearStatePool | None,
     ranks: Ranks,
+    *,
     beside: int,
+    pieces: int,
     device: torch.device,
 ) -> int | None:
     """The part of the budget for the KV pool. A share is one of the memory after the states.
 
-    beside: bytes of a token in its slot, in addition to K and V.
+    beside: bytes of a token in its slot, in addition to K and V. pieces: bytes to leave for steps
+    in pieces.
     Raises PoolExhausted if the states leave nothing.
     """
     memory, page_size = capacity.memory, decision.page_size
     if memory is None:
         return None
-    budget, taken = memory.resolve(device), 0
+    budget, taken = memory.resolve(device) - pieces, 0
     if states is not None and memory.nbytes is not None:
         taken = states.nbytes
         if taken >= budget:

@@ -34,6 +34,7 @@ from attnmux.transformers.requests.sequence import SequenceState, Step
 from attnmux.transformers.run.capacity import Capacity, RunnerMemory, allocate
 from attnmux.transformers.run.fixed_rows import fix_rows
 from attnmux.transformers.run.linears import LinearKernel, multiply_by
+from attnmux.transformers.run.pieces import PromptPieces
 from attnmux.transformers.run.ranks import ONE_RANK, Ranks
 from attnmux.transformers.run.served_model import ServedModel
 from attnmux.transformers.run.stats import Laps
@@ -103,6 +104,8 @@ class ModelOnBackend:
         """Graphs of steps that verify drafts."""
         self.catch_up_graphs: GraphRunner | None = None
         """Graphs of the steps in which a draft model reads accepted tokens."""
+        self.pieces: PromptPieces | None = None
+        """Steps over prompts, in pieces between attention calls."""
 
     def part(self, kind: type[P]) -> P | None:
         """The model's part of a kind; None without one."""
@@ -235,6 +238,10 @@ class ModelOnBackend:
                 logits = cast("torch.Tensor", graphs.replay(run.batch, inputs, size=size))
                 if mode.is_draft_extend() or not is_last:
                     logits = logits[kept]
+            elif self.pieces is not None and self.pieces.serves(run.batch, inputs, len(kept)):
+                self.backend.init_forward_metadata(run.batch)
+                laps.lap("metadata")
+                logits = self.pieces.replay(run.batch, inputs, kept)
             else:
                 every = (mode.is_target_verify() or mode.is_decode()) and is_last
                 with ExitStack() as stack:

@@ -25,6 +25,7 @@ from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sequence import check_encoder_len
 from attnmux.transformers.requests.text import check_prompt
 from attnmux.transformers.run.model_on_backend import ModelOnBackend
+from attnmux.transformers.run.pieces import make_pieces
 
 
 class ModelRunner(ModelOnBackend):
@@ -39,7 +40,7 @@ class ModelRunner(ModelOnBackend):
         Raises InvalidInput for an encoder-decoder model and one without a list of layers, and
         whatever the compiler raises; the layers then run as before.
         """
-        self.graphs = self.verify_graphs = self.catch_up_graphs = None
+        self.graphs = self.verify_graphs = self.catch_up_graphs = self.pieces = None
         # By name: the import loads a compiler, which takes seconds.
         pkgutil.resolve_name("attnmux.transformers.run.compiled:compile_model")(self, backend)
 
@@ -78,6 +79,27 @@ class ModelRunner(ModelOnBackend):
                 host_lens=True,
             )
             self.verify_graphs = self._captured(replace(config, pads=pads), devices)
+
+    def capture_pieces(
+        self, *, sizes: Sequence[int] | None = None, devices: DeviceGraphs | None = None
+    ) -> None:
+        """Capture steps over prompts in pieces from one attention call to the next. Later steps of
+        up to so many tokens, mixed ones too, replay them.
+
+        sizes: numbers of tokens, ascending, all captured now; None: the largest of the usual ones
+        now, and each other one after eight steps that need it. devices: as in `capture_graphs`.
+        Raises as `capture_graphs` does, and GraphUnsupported for a model of ranks, with an encoder,
+        or with parts that read the running step.
+        """
+        self.pieces = None
+        self.pieces = make_pieces(
+            self.served,
+            self.backend,
+            self.logits,
+            sizes=sizes,
+            devices=devices,
+            num_ranks=self.ranks.size,
+        )
 
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs

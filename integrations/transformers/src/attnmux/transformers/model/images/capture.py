@@ -67,6 +67,8 @@ class _Handed:
 class ImageReader(ModelPart):
     """Reads the images of prompts with a model."""
 
+    unpieced = "images among its inputs"
+
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises InvalidInput for a model that cannot serve images."""
         self.tower = VisionTower(model)

@@ -211,6 +211,7 @@ class Mixers(ModelPart):
     backends."""
 
     each: tuple[Mixer, ...]
+    unpieced = "linear layers, which read the running step"
     uncompiled = (
         "a model with linear layers",
         "attention in every layer: a compiler would cut the model at each other one",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 class Compressors(ModelPart):
     """The modules of a model."""
 
+    unpieced = "keys of blocks, which read the running step"
     uncompiled = (
         "compressed keys",
         "a model whose layers make no keys of blocks, which read the running step",

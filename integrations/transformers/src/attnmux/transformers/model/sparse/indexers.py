@@ -61,6 +61,7 @@ KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
 class Indexers(ModelPart):
     """The indexers of a model."""
 
+    unpieced = "indexers, which read the running step"
     uncompiled = (
         "sparse attention",
         "a model without indexers, which read the running step",
