@@ -253,6 +253,15 @@ def test_a_step_in_its_pools(workload, page) -> None:
     assert torch.equal(again.table.req_to_token, table)
 
 
+def test_k_and_v_side_by_side_are_those_of_a_pool_each() -> None:
+    request = PLAIN.replace(page_size=4, kv_dtype="bfloat16")
+    apart = make_step(DECODE, request, CPU, num_layers=2)
+    beside = make_step(DECODE, request.replace(strided_kv=True), CPU, num_layers=2)
+    assert beside.pool.is_strided and not apart.pool.is_strided
+    for one, other in zip(apart.caches(), beside.caches(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_a_step_of_uneven_lengths() -> None:
     work = Workload.uneven([5, 40, 17])
     step = make_step(work, PLAIN.replace(page_size=16, kv_dtype="bfloat16"), CPU, num_layers=2)

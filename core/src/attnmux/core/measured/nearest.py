@@ -15,7 +15,7 @@ STATED = frozenset(
         *("vendor", "arch", "version", "features", "runtime", "phase", "graph"),
         *("kind", "dtype", "kv_dtype", "page_size", "spec_topk", "spec_draft_tokens"),
         *("num_q_heads", "num_kv_heads", "group_size", "head_dim", "v_head_dim"),
-        *("kv_lora_rank", "qk_rope_head_dim", "sliding_window", "logit_cap", "sinks"),
+        *("kv_lora_rank", "qk_rope_head_dim", "sliding_window", "logit_cap", "sinks", "strided_kv"),
     }
 )
 """Axes that figures tell something about. A question with a demand on another one, such as
@@ -32,6 +32,10 @@ WEIGHTS = {
 K and V."""
 OPEN_PAGE = 0.3
 """The distance of a stated page size from each backend's own."""
+
+
+BESIDE = 0.3
+"""The distance of K and V side by side from a pool each."""
 
 
 def nearest(shapes: Iterable[Shape], question: Question) -> Shape | None:
@@ -71,6 +75,8 @@ def _distance(timed: Request, asked: Request) -> float:
         found += WEIGHTS[name] * _apart(getattr(timed, name), getattr(asked, name))
     v_dims = timed.v_head_dim or timed.head_dim, asked.v_head_dim or asked.head_dim
     found += WEIGHTS["v_head_dim"] * _apart(*v_dims)
+    if timed.strided_kv != asked.strided_kv:
+        found += BESIDE
     if timed.sliding_window and asked.sliding_window:
         found += WEIGHTS["sliding_window"] * _apart(timed.sliding_window, asked.sliding_window)
     if asked.origins.get("page_size", "default") == "default":

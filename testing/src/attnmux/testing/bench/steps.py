@@ -25,6 +25,7 @@ from attnmux.core import (
     SpecInput,
     TunedLaunch,
     Workspace,
+    foreign_pool,
     torch_dtype,
 )
 from attnmux.testing.bench.shapes import value_bytes
@@ -268,6 +269,7 @@ def _layers(
 def _pool(
     request: Request, size: int, layers: tuple[LayerSpec, ...], device: torch.device
 ) -> KVPool:
+    """With `strided_kv`, K and V of a slot's head lie in one row, as in vLLM."""
     first = layers[0]
     given: dict[str, Any] = {
         "size": size,
@@ -280,6 +282,14 @@ def _pool(
         rope = first.qk_rope_head_dim
         return MLATokenToKVPool(**given, kv_lora_rank=first.v_head_dim, qk_rope_head_dim=rope)
     heads, dims = first.tp_k_head_num, (first.qk_head_dim, first.v_head_dim)
+    if request.strided_kv:
+        shape = size + given["page_size"], heads, sum(dims)
+        rows = {
+            layer_id: torch.zeros(shape, dtype=given["dtype"], device=device)
+            for layer_id in given["layer_ids"]
+        }
+        buffers = {layer_id: row.split(dims, dim=-1) for layer_id, row in rows.items()}
+        return foreign_pool(buffers, page_size=given["page_size"])
     return MHATokenToKVPool(**given, num_kv_heads=heads, head_dim=dims[0], v_head_dim=dims[1])
 
 
