@@ -223,7 +223,9 @@ def together(lines: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
 def main() -> int:
     asked = parsed()
     if asked.work is not None:
-        return work(asked)
+        if code := work(asked):
+            os._exit(code)  # no rank can leave a broken group in order
+        return 0
     asked.folder.mkdir(parents=True, exist_ok=True)
     asked.until = time.time() + asked.seconds
     with ThreadPoolExecutor(asked.shards) as pool:

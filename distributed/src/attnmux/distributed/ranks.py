@@ -6,6 +6,7 @@ Every call is collective: each rank of the group makes the same calls in the sam
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import signal
 import time
@@ -26,6 +27,9 @@ SECONDS = 60.0
 LEAVING_SECONDS = 2.0
 """How long a rank that ends waits for the others to end."""
 
+ENDING_SECONDS = 30.0
+"""How long the groups may take to end. Then the process ends without them."""
+
 POLL_SECONDS = 2e-5
 
 T = TypeVar("T")
@@ -44,7 +48,10 @@ def _leave(hosts: dist.ProcessGroup | None = None) -> None:
     if not dist.is_initialized():
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher repeats a user's Ctrl-C
-    gc.collect()  # NCCL waits for graphs that have captured its collectives, too
+    # NCCL waits for graphs that have captured its collectives, too, and would do so for ever
+    faulthandler.dump_traceback_later(ENDING_SECONDS, exit=True, file=2)
+    gc.unfreeze()
+    gc.collect()
     try:
         together = hosts and dist.barrier(hosts, async_op=True)
         together and together.wait(timedelta(seconds=LEAVING_SECONDS))
@@ -53,6 +60,7 @@ def _leave(hosts: dist.ProcessGroup | None = None) -> None:
     if together is None and dist.group.WORLD is not None:
         dist.group.WORLD.abort()
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
