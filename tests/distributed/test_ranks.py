@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -122,3 +124,46 @@ def test_a_rank_that_is_too_late_is_an_error_on_every_rank(tmp_path: Path) -> No
 def test_one_process_is_no_group() -> None:
     with pytest.raises(InvalidInput, match="processes that torchrun started, got a single process"):
         RankGroup.start("cpu")
+
+
+ENDS = """
+import atexit, signal, sys, time
+import torch, torch.distributed as dist
+
+atexit.register(lambda: print("destroyed", not dist.is_initialized(), file=sys.stderr))
+from attnmux.distributed import RankGroup
+
+group = RankGroup.start("cpu", seconds=20)
+group.all_reduce(torch.ones(1))
+end = sys.argv[1]
+if end == "error" and group.rank == 1:
+    raise SystemExit("it failed")
+if end == "interrupt":
+    signal.raise_signal(signal.SIGINT)
+if end == "error":
+    group.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "destroyed"), [("success", 0, 2), ("error", 1, 1), ("interrupt", 1, 2)]
+)
+def test_every_end_destroys_the_group(tmp_path: Path, end: str, code: int, destroyed: int) -> None:
+    """A rank that fails leaves at once; torchrun ends the other, which may still wait for it."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
+    began = time.monotonic()
+    done = subprocess.run([*command, str(script), end], capture_output=True, text=True, timeout=90)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("destroyed True") >= destroyed, done.stderr
+    assert "destroyed False" not in done.stderr
+    assert "has NOT been destroyed" not in done.stderr
+    assert time.monotonic() - began < 60

@@ -6,6 +6,9 @@ Every call is collective: each rank of the group makes the same calls in the sam
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import gc
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,12 @@ from attnmux.distributed.errors import RankFailed
 SECONDS = 60.0
 """How long a rank waits for the others by default."""
 
+LEAVING_SECONDS = 2.0
+"""How long a rank that ends waits for the others to end."""
+
+ENDING_SECONDS = 30.0
+"""How long the groups may take to end. Then the process ends without them."""
+
 POLL_SECONDS = 2e-5
 
 T = TypeVar("T")
@@ -29,10 +38,29 @@ T = TypeVar("T")
 gather_tensors: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def _leave() -> None:
-    """End gloo's threads: one that outlives the interpreter may abort the process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _leave(hosts: dist.ProcessGroup | None = None) -> None:
+    """Destroy all groups: at the interpreter's end, after an error too.
+
+    A thread of gloo's that outlives the interpreter may abort the process. NCCL frees its
+    communicators only then, and waits for the other ranks to do so. hosts: by which ranks that have
+    ended find each other. A rank that is alone aborts what it has under way.
+    """
+    if not dist.is_initialized():
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher repeats a user's Ctrl-C
+    # NCCL waits for graphs that have captured its collectives, too, and would do so for ever
+    faulthandler.dump_traceback_later(ENDING_SECONDS, exit=True, file=2)
+    gc.unfreeze()
+    gc.collect()
+    try:
+        together = hosts and dist.barrier(hosts, async_op=True)
+        together and together.wait(timedelta(seconds=LEAVING_SECONDS))
+    except RuntimeError:  # gloo raises a bare one
+        together = None
+    if together is None and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,10 +105,11 @@ class RankGroup:
     def start(cls, device_type: str, *, seconds: float = SECONDS) -> RankGroup:
         """All ranks that a launcher such as torchrun started; rank n of a host gets device n.
 
-        Raises InvalidInput in a process that no launcher started, and RankFailed if the others
-        do not arrive in time.
+        The group ends with the process. Raises InvalidInput in a process that no launcher started,
+        and RankFailed if the others do not arrive in time.
         """
-        if not dist.is_initialized():
+        starts = not dist.is_initialized()
+        if starts:
             if not dist.is_torchelastic_launched():
                 expected = "processes that torchrun started"
                 raise InvalidInput("ranks", got="a single process", expected=expected)
@@ -94,12 +123,14 @@ class RankGroup:
                 seconds,
                 lambda: dist.init_process_group(timeout=timedelta(seconds=seconds), **options),
             )
-            if device_type == "cpu":
-                atexit.register(_leave)
+            atexit.register(_leave)
         device = torch.device(device_type)
         if device_type != "cpu":
             device = torch.device(device_type, torch.accelerator.current_device_index())
-        return cls.of(dist.group.WORLD, device, seconds=seconds)
+        group = cls.of(dist.group.WORLD, device, seconds=seconds)
+        if starts:
+            atexit.register(_leave, group.hosts)  # the other then has nothing to do
+        return group
 
     @classmethod
     def of(

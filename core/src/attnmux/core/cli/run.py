@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import math
@@ -31,6 +32,8 @@ from attnmux.core.find.settings import Settings
 from attnmux.core.measured.unverified import Unverified, doubtful
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from attnmux.core.cards.card import Offer
     from attnmux.core.choosing.decision import Decision
     from attnmux.core.facts.launches import TunedLaunch
@@ -51,6 +54,7 @@ class Run:
         """Printed on stderr, and part of a JSON answer."""
         self.answer: TextIO | None = None
         """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
+        self._early: tuple[Settings, Plugins, Future[Detection]] | None = None
 
     def settings(self, **flags: str) -> Settings:
         """The settings, with the flags that options turn on: each with the name of the option, ""
@@ -65,8 +69,32 @@ class Run:
         sources = FrozenMapping({**settings.sources, **given})
         return replace(settings, **turned_on, sources=sources)
 
+    @contextmanager
+    def importing(self, settings: Settings) -> Iterator[None]:
+        """Ask the probes while the block imports what a verb needs, for `plugins` and `detect` with
+        these settings.
+
+        The probes have a process of their own. Without collections meanwhile, an import of torch
+        and transformers takes a fifth less time: it allocates much and frees nothing.
+        """
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # few verbs need it
+
+        plugins, collects = self.plugins(settings), gc.isenabled()
+        gc.disable()
+        try:
+            pool = ThreadPoolExecutor(1)
+            self._early = settings, plugins, pool.submit(plugins.detect)
+            yield
+        finally:
+            pool.shutdown(wait=False)
+            gc.freeze()
+            if collects:
+                gc.enable()
+
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
+        if self._early is not None and self._early[0] is settings:
+            return self._early[1]
         plugins = Plugins.load(settings=settings)
         for failure in plugins.failures:
             self.warn(str(failure))
@@ -93,7 +121,8 @@ class Run:
     def detect(self, plugins: Plugins) -> Detection:
         """The devices, with a warning for each that no plugin serves and each probe that failed."""
         known = len(plugins.failures)
-        detection = plugins.detect()
+        early = self._early if self._early and self._early[1] is plugins else None
+        detection = plugins.detect() if early is None else early[2].result()
         for failure in detection.failures[known:]:
             self.warn(str(failure))
         for device in detection.unserved:

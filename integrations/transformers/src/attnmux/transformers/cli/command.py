@@ -6,6 +6,7 @@ Importing this module imports no torch: `run` runs the command.
 from __future__ import annotations
 
 import pkgutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -318,5 +319,7 @@ def generate(
     user_prompts = read_prompts(prompts, file, model=model, seed=seed, images=images, audio=audio)
     # By name: the import takes seconds, and a user's mistake should not wait for it.
     stated = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
-    run_command = pkgutil.resolve_name("attnmux.transformers.cli.run:run_command")
+    splits = any(options[name] not in (None, 1) for name in ("tp", "pcp"))  # ranks have the devices
+    with nullcontext() if splits else run.importing(settings):
+        run_command = pkgutil.resolve_name("attnmux.transformers.cli.run:run_command")
     run_command(run, settings, user_prompts, sampling, {**stated, **options})

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -48,6 +49,10 @@ def run_ranks(arguments: Sequence[str], size: int, stdout: TextIO) -> int:
     try:
         with _descriptor_1(stdout):
             elastic_launch(config, sys.executable)(*arguments)
+    except SignalException as error:
+        if error.sigval is not signal.SIGINT:
+            raise
+        raise KeyboardInterrupt from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
