@@ -124,7 +124,7 @@ class RunnerOptions:
     piece_sizes: tuple[int, ...] | None = None
     """Numbers of tokens for which steps over prompts are captured in pieces between attention
     calls, ascending; None: the usual ones from 16 to 2,048, the largest at the start and each other
-    one after eight steps that need it; (): none. `graph=False` switches pieces off too."""
+    one after sixteen steps that need it; (): none. `graph=False` switches pieces off too."""
     compile: bool = False
     """Whether the model's layers are compiled with torch.compile, which takes up to a minute at the
     first start. If they cannot be, they run as they are, with a warning."""

@@ -35,8 +35,8 @@ PIECE_SIZES = (
 """Numbers of tokens, of which no step pads more than a quarter above 64."""
 
 CAPTURED_AT = 16
-"""The step of a size that captures it. A capture takes as long as 13 to 29 eager steps of a model of
-3 B gain (benchmarks/results/prompts-h200.md)."""
+"""The step of a size that captures it. A capture takes as long as 13 to 29 eager steps of a model
+of 3 B gain (benchmarks/results/prompts-h200.md)."""
 
 INPUT = "input_ids"
 

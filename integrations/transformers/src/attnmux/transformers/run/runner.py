@@ -87,7 +87,7 @@ class ModelRunner(ModelOnBackend):
         up to so many tokens, mixed ones too, replay them.
 
         sizes: numbers of tokens, ascending, all captured now; None: the largest of the usual ones
-        now, and each other one after eight steps that need it. devices: as in `capture_graphs`.
+        now, and each other one after sixteen steps that need it. devices: as in `capture_graphs`.
         Raises as `capture_graphs` does, and GraphUnsupported for a model of ranks, with an encoder,
         or with parts that read the running step.
         """
