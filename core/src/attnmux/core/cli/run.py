@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import math
@@ -67,7 +68,13 @@ class Run:
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
-        plugins = Plugins.load(settings=settings)
+        # Cards stay to the end, as imported modules do
+        gc.disable()
+        try:
+            plugins = Plugins.load(settings=settings)
+        finally:
+            gc.freeze()
+            gc.enable()
         for failure in plugins.failures:
             self.warn(str(failure))
         allowed, _ = settings.plugin_filter()
