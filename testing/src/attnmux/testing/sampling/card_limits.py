@@ -50,6 +50,8 @@ def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
 
     Words and features that the card serves and no case can ask for are among them.
     """
+    if not candidate.stands:  # which may change, while points are kept
+        return ()
     return _points(candidate.card, candidate.platform, candidate.plugin)
 
 
@@ -163,8 +165,8 @@ def _tried(card: BackendCard, axis: Axis) -> Sequence[Any]:
 def _asked(
     candidate: Candidate,
     axis: Axis,
-    value: Any,
-    request: Request,  # noqa: ANN401  # of any axis
+    value: Any,  # noqa: ANN401  # of any axis
+    request: Request,
 ) -> tuple[Request, Platform]:
     """The request and the platform with the value."""
     if axis.name in ELSEWHERE:
