@@ -11,7 +11,6 @@ from types import ModuleType
 
 import pytest
 
-from attnmux.amd import probe as module
 from attnmux.amd.probe import probe
 from attnmux.core import AttnmuxError, Platform
 from attnmux.core.facts.vendors import VENDORS
@@ -25,7 +24,7 @@ ANSWERS = json.loads((DATA / "amdsmi.json").read_text())
 def without_libraries(monkeypatch) -> None:
     """Hide AMD SMI and torch's ROCm, whether or not this machine has them."""
     monkeypatch.setitem(sys.modules, "amdsmi", None)
-    monkeypatch.setattr(module, "installed_version", lambda name: None)
+    monkeypatch.setattr("attnmux.core.plugin.installed_version", lambda name: None)
 
 
 @pytest.fixture
@@ -205,7 +204,7 @@ def test_a_topology_that_cannot_be_read_is_an_error(machine) -> None:
 
 
 def test_a_torch_that_brings_rocm_says_its_version(machine, monkeypatch) -> None:
-    monkeypatch.setattr(module, "installed_version", {"torch": "2.11.0+rocm7.1"}.get)
+    monkeypatch.setattr("attnmux.core.plugin.installed_version", {"torch": "2.11.0+rocm7.1"}.get)
     assert [found.runtime for found in probe(machine("mi250x"))] == ["rocm 7.1"]
 
 

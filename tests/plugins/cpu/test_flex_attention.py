@@ -102,10 +102,6 @@ class TestEmulated(AttentionBackendTests):
     backend = replace(WHOLE, card=replace(WHOLE.card, clauses=ON_GPU), factory=emulating)
     page_sizes = (1, 16)
 
-    def wants(self, case: Case) -> bool:
-        """All but far pages from graphs, whose masks take 14 GB in plain torch."""
-        return not ("far-pages" in case.name and case.execution == "graph")
-
 
 @pytest.mark.turns(32)
 class TestFlexAttention(AttentionBackendTests):

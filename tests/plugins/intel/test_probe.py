@@ -16,7 +16,7 @@ MACHINES = json.loads((Path(__file__).parent / "data/machines.json").read_text()
 
 @pytest.fixture(autouse=True)
 def without_libraries(monkeypatch) -> None:
-    monkeypatch.setattr(module, "installed_version", lambda name: None)
+    monkeypatch.setattr("attnmux.core.plugin.installed_version", lambda name: None)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_the_runtime_is_the_wheel_s_else_the_installation_s(machine, monkeypatch
     (latest.parent / "2025.1").mkdir(parents=True)
     latest.symlink_to("2025.1")
     assert [found.runtime for found in probe(root)] == ["oneapi 2025.1"]
-    monkeypatch.setattr(module, "installed_version", {"intel-sycl-rt": "2025.2.1"}.get)
+    monkeypatch.setattr("attnmux.core.plugin.installed_version", {"intel-sycl-rt": "2025.2.1"}.get)
     assert [found.runtime for found in probe(root)] == ["oneapi 2025.2.1"]
 
 

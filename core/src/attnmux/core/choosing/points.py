@@ -160,7 +160,7 @@ def _kv_dtypes(request: Request, clauses: Sequence[Clause]) -> list[str]:
     given = request.kv_dtype or request.dtype
     if given is not None:
         return [given]
-    conditions = {clause.kv_dtype for clause in clauses}
+    conditions = _apart(clause.kv_dtype for clause in clauses)
     examples = {str(name) for condition in conditions for name in condition.examples()}
     return sorted(examples.union(until_allowed((FALLBACK_KV_DTYPE, *DTYPES), conditions)))
 
@@ -174,8 +174,7 @@ def _resolved(request: Request, page_size: int, kv_dtype: str) -> Request:
 def joint_examples(conditions: Iterable[Condition]) -> set[int]:
     """Numbers such that, if any number meets one condition of each of several backends, one of
     these does: 1, every example, and the multiples common to any of the steps."""
-    # Cards share most conditions: one that is met again costs no hash of its parts
-    known = set({id(condition): condition for condition in conditions}.values())
+    known = _apart(conditions)
     ranges = [condition for condition in known if isinstance(condition, Range)]
     steps = {1}
     for condition in ranges:
@@ -186,6 +185,11 @@ def joint_examples(conditions: Iterable[Condition]) -> set[int]:
     starts = {max(condition.least, 1) for condition in ranges} | {1}
     firsts = {(ceil(start / step) * step, step) for start in starts for step in steps}
     return examples.union(*(until_allowed(count(first, step), known) for first, step in firsts))
+
+
+def _apart(conditions: Iterable[Condition]) -> list[Condition]:
+    """Each condition once. Cards share most of them; to compare their parts would take longer."""
+    return [*{id(condition): condition for condition in conditions}.values()]
 
 
 def until_allowed(values: Iterable[V], conditions: Iterable[Condition]) -> Iterator[V]:

@@ -234,7 +234,7 @@ def _decision(
         coercions=coercions(problem, best),
         notes=tuple(
             note
-            for offer in dict.fromkeys(best.winners)
+            for offer in {winner.address: winner for winner in best.winners}.values()
             for note in caveats(offer.card, problem.platform, problem.libraries)
         )
         + tuple(dict.fromkeys(_findings_noted(problem, best))),

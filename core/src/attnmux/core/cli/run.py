@@ -79,23 +79,23 @@ class Run:
         """
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # few verbs need it
 
-        plugins, collects = self.plugins(settings), gc.isenabled()
-        gc.disable()
+        plugins, pool, known = self.plugins(settings), ThreadPoolExecutor(1), len(sys.modules)
         try:
-            pool = ThreadPoolExecutor(1)
-            self._early = settings, plugins, pool.submit(plugins.detect)
-            yield
+            with without_collections():
+                self._early = settings, plugins, pool.submit(plugins.detect)
+                yield
+                if len(sys.modules) > known:
+                    # Imported modules stay: later collections can skip them
+                    gc.freeze()
         finally:
             pool.shutdown(wait=False)
-            gc.freeze()
-            if collects:
-                gc.enable()
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
         if self._early is not None and self._early[0] is settings:
             return self._early[1]
-        plugins = Plugins.load(settings=settings)
+        with without_collections():
+            plugins = Plugins.load(settings=settings)
         for failure in plugins.failures:
             self.warn(str(failure))
         allowed, _ = settings.plugin_filter()
@@ -200,6 +200,18 @@ class Run:
         kind = type(error).__name__
         print(f"attnmux: {kind}: {error} (--debug shows where)", file=sys.stderr)
         return FAILURE
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage while the block makes what stays."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def escape_unknown() -> None:

@@ -13,12 +13,8 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from attnmux.core.cards.advisory import Advisory
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.checks import refusal
 from attnmux.core.facts.errors import AttnmuxError, InvalidInput
-from attnmux.core.facts.libraries import canonical
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.find.hooks import HOOKS, HookSpecs
@@ -40,7 +36,7 @@ class Manager:
         """The plugin with its cards, or with a failure. It is imported on the first call."""
         with self._lock:
             if plugin not in self._loaded:
-                loaded = _attempt(self._register, plugin, "load")
+                loaded = self.register(plugin)
                 if not loaded.failures:
                     loaded = _attempt(self._with_cards, plugin, "cards")
                 if not loaded.failures:
@@ -50,8 +46,13 @@ class Manager:
                 self._loaded[plugin] = loaded
             return self._loaded[plugin]
 
+    def register(self, plugin: Plugin) -> Plugin:
+        """The plugin, imported once more in a child that asks for its devices alone, or with a
+        failure."""
+        return _attempt(self._register, plugin, "load")
+
     def probe(self, plugin: Plugin) -> Plugin:
-        """A loaded plugin with the devices that it finds, or with a failure."""
+        """A registered plugin with the devices that it finds, or with a failure."""
         return _attempt(self._with_platforms, plugin, "platforms")
 
     def _register(self, plugin: Plugin) -> Plugin:
@@ -72,6 +73,8 @@ class Manager:
         return plugin
 
     def _with_cards(self, plugin: Plugin) -> Plugin:
+        from attnmux.core.cards.card import BackendCard  # noqa: PLC0415  # a child asks for devices
+
         cards = self._ask(plugin, "attnmux_cards", BackendCard)
         names = [card.name for card in cards]
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -81,9 +84,13 @@ class Manager:
         return plugin._replace(cards=tuple(cards), probes=probes)
 
     def _with_figures(self, plugin: Plugin) -> Plugin:
+        from attnmux.core.cards.figures import Figures  # noqa: PLC0415  # as above
+
         return plugin._replace(figures=tuple(self._ask(plugin, "attnmux_figures", Figures)))
 
     def _with_advisories(self, plugin: Plugin) -> Plugin:
+        from attnmux.core.cards.advisory import Advisory  # noqa: PLC0415  # as above
+
         found = self._ask(plugin, "attnmux_advisories", Advisory)
         return plugin._replace(advisories=tuple(found))
 
@@ -135,6 +142,8 @@ def check_device(distribution: str, platform: Platform) -> None:
     row = VENDORS.get(platform.vendor.lower())
     if row is None:
         return
+    from attnmux.core.facts.libraries import canonical  # noqa: PLC0415  # few children find a device
+
     if canonical(distribution) != row.distribution:
         expected = f"the plugin's own: {row.distribution} reports devices of {row.name}"
         raise refusal("platform, vendor", platform.vendor, expected)

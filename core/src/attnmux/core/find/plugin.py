@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from attnmux.core.cards.advisory import Advisory
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.frozen import Plain
-from attnmux.core.facts.libraries import printable
-from attnmux.core.facts.platform import Platform
+
+# The child that asks for devices reads no card, and starts in half the time
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from attnmux.core.cards.advisory import Advisory
+    from attnmux.core.cards.card import BackendCard
+    from attnmux.core.cards.figures import Figures
+    from attnmux.core.facts.platform import Platform
 
 MOST_ERROR = 1000
 LONGEST_TRACEBACK = 20_000
@@ -80,6 +83,8 @@ def failure_of(plugin: Plugin, stage: Stage, error: BaseException) -> PluginFail
 
 def failed(plugin: Plugin, stage: Stage, error: str, trace: str = "") -> PluginFailure:
     """A row of the report that obeys no terminal's control characters."""
+    from attnmux.core.facts.libraries import printable  # noqa: PLC0415  # few plugins fail
+
     return PluginFailure(
         plugin=plugin.name,
         distribution=plugin.distribution,

@@ -22,7 +22,11 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.find.manager import Manager
 from attnmux.core.find.plugin import LONGEST_TRACEBACK, Plugin, PluginFailure, Stage, failed
 
-CHILD = "import sys; sys.path[:] = {path!r}; from attnmux.core.find.probes import main; main()"
+CHILD = (
+    "import gc, sys; gc.disable(); sys.path[:] = {path!r}; "
+    "from attnmux.core.find.probes import main; main()"
+)
+"""It imports, answers and ends: collecting garbage would take longer."""
 START_SECONDS = 30
 """For the child to import core."""
 STAGES: tuple[Stage, ...] = ("load", "platforms")
@@ -35,7 +39,8 @@ def probe(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
     """The plugins with the devices that they find in a child process, or with failures.
 
     A plugin that ends the child, or takes more than `seconds` to load or to answer, has a failure.
-    Another child then asks the plugins after it.
+    Another child then asks the plugins after it. Cards are asked for too, unless the plugin has
+    `probes`: then it was loaded.
     """
     probed: list[Plugin] = []
     while len(probed) < len(plugins):
@@ -51,7 +56,7 @@ def probe(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
 def _in_a_child(plugins: Sequence[Plugin], seconds: float) -> Iterator[Plugin]:
     """All plugins, or those up to the first that ends or stops the child. Raises OSError if no
     child can be started."""
-    rows = [[other.name, other.point.value, other.distribution, other.version] for other in plugins]
+    rows = [[*plugin[1:3], plugin.name, plugin.point.value, plugin.probes] for plugin in plugins]
     question = json.dumps({"plugins": rows, "seconds": seconds}).encode()
     with tempfile.TemporaryFile() as noise, _child(question, noise) as (child, lines):
         began = time.monotonic()
@@ -158,10 +163,12 @@ def main() -> None:
         facts["failures"] = [failure.to_dict() for failure in plugin.failures]
         print(json.dumps(facts), file=answers, flush=True)
 
-    for name, value, distribution, version in question["plugins"]:
+    for distribution, version, name, value, probes in question["plugins"]:
         faulthandler.dump_traceback_later(0.9 * seconds)
         before, began = "torch" in sys.modules, time.monotonic()
-        plugin = manager.load(Plugin(EntryPoint(name, value, ""), distribution, version))
+        plugin = Plugin(EntryPoint(name, value, ""), distribution, version, probes=probes)
+        # One that is known to have a probe was loaded, with its cards, by the parent
+        plugin = manager.register(plugin) if probes else manager.load(plugin)
         imports_torch = not before and "torch" in sys.modules
         tell(plugin, seconds=time.monotonic() - began, imports_torch=imports_torch)
         faulthandler.dump_traceback_later(0.9 * seconds)

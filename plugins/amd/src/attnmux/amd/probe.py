@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from attnmux.core import AttnmuxError, Platform
-from attnmux.core.plugin import installed_version, visible_devices
+from attnmux.core.plugin import visible_devices
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 ROCM_VERSION = "opt/rocm/.info/version"
@@ -170,6 +170,8 @@ def _rocm(root: Path) -> str:
     try:
         text = (root / ROCM_VERSION).read_text(encoding="ascii", errors="replace")
     except OSError:
+        from attnmux.core.plugin import installed_version  # noqa: PLC0415  # few children need it
+
         text = (installed_version("torch") or "").partition("+rocm")[2]
     match = re.match(r"\d+(\.\d+)*", text, re.ASCII)
     return f"rocm {match[0]}" if match else ""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnmux.core import Platform
-from attnmux.core.plugin import installed_version
 
 CARDS = "sys/class/drm"
 INTEL = "0x8086"
@@ -66,8 +65,8 @@ def probe(root: Path = Path("/"), variables: Mapping[str, str] = {}) -> list[Pla
     is oneAPI's, of the wheel that PyTorch uses or of the installation. `root` is where /sys and
     /opt are; `variables` are those of the environment that hide devices.
     """
-    runtime = _oneapi(root)
     numbers = [card.number for card in _visible(_cards(root), variables) if card.number in BY_ID]
+    runtime = _oneapi(root) if numbers else ""
     return [
         replace(
             Platform.parse(f"intel:{BY_ID[number].arch}"),
@@ -141,6 +140,8 @@ def _read(path: Path) -> str:
 
 def _oneapi(root: Path) -> str:
     """ "oneapi 2025.1.1", of the SYCL runtime."""
+    from attnmux.core.plugin import installed_version  # noqa: PLC0415  # few children need it
+
     version = installed_version("intel-sycl-rt") or (root / ONEAPI_COMPILER).resolve().name
     match = re.match(r"\d+(\.\d+)+", version, re.ASCII)
     return f"oneapi {match[0]}" if match else ""

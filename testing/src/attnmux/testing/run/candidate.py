@@ -120,14 +120,19 @@ class Candidate:
         )
         return tuple(reason for verdict in verdicts for reason in verdict.reasons)
 
+    @property
+    def stands(self) -> bool:
+        """Whether no library is missing and the contract is known, whatever is asked."""
+        offer = Offer(card=self.card, plugin=self.plugin)
+        return not standing(offer, Policy(), installed_version)
+
     def admits(self, case: AnyCase) -> bool:
         """Whether the selector would choose the backend for the case's request."""
         return any(self.admitted([case]))
 
     def admitted(self, cases: Iterable[AnyCase]) -> Iterator[AnyCase]:
         """The cases that have no `refusals`, whose reasons take most of the time."""
-        offer = Offer(card=self.card, plugin=self.plugin)
-        if standing(offer, Policy(), installed_version):
+        if not self.stands:
             return
         for case in cases:
             if all(self.card.serves(each) for each in _questions(case, self.platform)):

@@ -3,12 +3,14 @@ case of the suite can ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import product
 from typing import Any
 
 from attnmux.core import Platform, Request
+from attnmux.core.plugin import BackendCard
 from attnmux.core.verbs import AXES, Axis, Question
 from attnmux.testing.cases.linear import AnyCase, linear_cases, linear_in_graphs
 from attnmux.testing.cases.standard import in_graphs, standard_cases
@@ -48,13 +50,23 @@ def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
 
     Words and features that the card serves and no case can ask for are among them.
     """
-    found: dict[str, OutsidePoint] = {}
-    provable = _provable()
+    if not candidate.stands:  # which may change, while points are kept
+        return ()
+    return _points(candidate.card, candidate.platform, candidate.plugin)
+
+
+@lru_cache(maxsize=64)
+def _points(card: BackendCard, platform: Platform, plugin: str) -> tuple[OutsidePoint, ...]:
+    """As `outside_points`, once for all suites of a backend."""
+    candidate = Candidate(card=card, platform=platform, plugin=plugin)
+    points: dict[str, OutsidePoint] = {}
+    tried = {axis: _tried(card, axis) for axis in AXES}
     for request in _plain_requests(candidate):
-        for axis in AXES:
-            for point in _outside(candidate, axis, request, provable):
-                found.setdefault(point.name, point)
-    return tuple(found.values())
+        for axis, values in tried.items():
+            unknown = [value for value in values if f"{axis.name}={value}" not in points]
+            for point in _outside(candidate, axis, unknown, request):
+                points[point.name] = point
+    return tuple(points.values())
 
 
 def try_point(candidate: Candidate, point: OutsidePoint) -> Outcome:
@@ -81,14 +93,15 @@ def try_point(candidate: Candidate, point: OutsidePoint) -> Outcome:
 
 def _plain_requests(candidate: Candidate) -> Iterator[Request]:
     """The first request of each kind and phase that the card admits."""
-    seen: set[tuple[str, tuple[str, ...]]] = set()
-    unseen = (
-        case
-        for case in candidate.cases()
-        if len(case.phases) == 1 and (case.kind, case.phases) not in seen
-    )
+    clauses = candidate.card.clauses
+    wanted = {
+        (kind, (phase,))
+        for kind, phase in product(Request.KINDS, Request.PHASES)
+        if any(clause.kind.admits(kind) and clause.phase.admits(phase) for clause in clauses)
+    }
+    unseen = (case for case in candidate.cases() if (case.kind, case.phases) in wanted)
     for case in candidate.admitted(unseen):
-        seen.add((case.kind, case.phases))
+        wanted.remove((case.kind, case.phases))
         yield case.request
 
 
@@ -110,11 +123,13 @@ def _provable() -> frozenset[tuple[str, Value]]:
 def _outside(
     candidate: Candidate,
     axis: Axis,
+    values: Iterable[Any],
     request: Request,
-    provable: frozenset[tuple[str, Value]],
 ) -> Iterator[OutsidePoint]:
+    """The values that lie beyond the axis's limits for the request."""
     conditions = [axis.condition(clause) for clause in candidate.card.clauses]
-    for value, changed, platform in _asked(candidate, axis, request):
+    for value in values:
+        changed, platform = _asked(candidate, axis, value, request)
         question = Question(request=changed, platform=platform, phase=changed.phases[0])
         wanted = axis.wanted(question)
         if wanted is None or wanted is False:
@@ -122,7 +137,7 @@ def _outside(
         is_served = any(condition.admits(wanted) for condition in conditions)
         # The suite has a few numbers of each axis, and all words and features that can be run
         is_word = bool(axis.tried) and isinstance(wanted, (str, bool))
-        if not is_served or (is_word and (axis.name, wanted) not in provable):
+        if not is_served or (is_word and (axis.name, wanted) not in _provable()):
             yield OutsidePoint(
                 axis=axis.name,
                 value=str(value),
@@ -132,27 +147,31 @@ def _outside(
             )
 
 
-def _asked(
-    candidate: Candidate, axis: Axis, request: Request
-) -> Iterator[tuple[object, Request, Platform]]:
-    """(value, request, platform) for each value that the axis is tried with."""
-    platform = candidate.platform
+def _tried(card: BackendCard, axis: Axis) -> Sequence[Any]:
+    """The values of the axis that are tried on the card."""
     if axis.name in ELSEWHERE:
-        value = ELSEWHERE[axis.name]
-        elsewhere = replace(platform, **{axis.name: value})
-        yield value, request, elsewhere
-        return
-    phases = [clause.phase for clause in candidate.card.clauses]
-    if axis.name == "tree_windows" and not any(each.admits("verify") for each in phases):
-        return
+        return [ELSEWHERE[axis.name]]
+    if axis.name == "tree_windows" and not any(c.phase.admits("verify") for c in card.clauses):
+        return []
     values: set[Value] = set(axis.tried)
     if axis.values == "numbers" and axis.samples:
-        for clause in candidate.card.clauses:
+        for clause in card.clauses:
             ends = (axis.condition(clause).nearest(1), axis.condition(clause).nearest(LARGE))
             numbers = [end for end in ends if isinstance(end, int)]
             values.update(near for end in numbers for near in (end - 1, end + 1) if near > 0)
-    for value in sorted(values, key=str):
-        yield value, request.replace(**_changes(axis, value, request)), platform
+    return sorted(values, key=str)
+
+
+def _asked(
+    candidate: Candidate,
+    axis: Axis,
+    value: Any,  # noqa: ANN401  # of any axis
+    request: Request,
+) -> tuple[Request, Platform]:
+    """The request and the platform with the value."""
+    if axis.name in ELSEWHERE:
+        return request, replace(candidate.platform, **{axis.name: value})
+    return request.replace(**_changes(axis, value, request)), candidate.platform
 
 
 def _changes(axis: Axis, value: Value, request: Request) -> dict[str, Any]:
