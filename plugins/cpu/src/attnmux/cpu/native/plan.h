@@ -49,8 +49,8 @@ static inline void cut(Step& step) {
     const std::vector<Block> blocks = blocks_of(step);
     int64_t work = 0;
     for (const Block& block : blocks) work += rows_by_keys(step, block);
-    // Several shares for each thread, where they are long: then the last one to end is no long wait.
-    const int64_t share = work / (4 * int64_t(c.num_threads)) + 1;
+    // Several shares for each of several threads, where they are long: then the last to end is no long wait.
+    const int64_t share = work / (c.num_threads > 1 ? 4 * int64_t(c.num_threads) : 1) + 1;
     int64_t rows = 0;
     for (const Block& block : blocks) {
         const int height = (block.end - block.begin) * step.group;

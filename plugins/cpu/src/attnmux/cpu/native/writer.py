@@ -20,7 +20,7 @@ class NativeWriter:
         """Raises BackendFailed if the kernels cannot be compiled."""
         self._pool = context.token_to_kv_pool
         self._write = load_write(context.platform)
-        self._layers: dict[int, tuple[Written, torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[int, tuple[Written, torch.dtype, torch.Size, torch.Size]] = {}
 
     def write(
         self,
@@ -35,38 +35,41 @@ class NativeWriter:
         kept = self._layers.get(layer.layer_id)
         if kept is None:
             kept = self._layers[layer.layer_id] = self._of(layer)
-        call, keys, values = kept
-        check_tensor("loc", loc, ("T",), None, torch.int64)
-        num_tokens = len(loc)
-        shapes = (num_tokens, *keys.shape[1:]), (num_tokens, *values.shape[1:])
+        call, dtype, first_dims, second_dims = kept
+        # Each layer of each step comes here: no call if all is well
+        if loc.dtype is not torch.int64 or loc.dim() != 1:
+            check_tensor("loc", loc, ("T",), None, torch.int64)
+        num_tokens = loc.shape[0]
         if (
-            first.shape == shapes[0]
-            and second.shape == shapes[1]
-            and first.dtype is second.dtype is keys.dtype
-            and first.stride(2) == second.stride(2) == 1
+            first.shape == (num_tokens, *first_dims)
+            and second.shape == (num_tokens, *second_dims)
+            and first.dtype is second.dtype is dtype
         ):
-            slots = self._pool.translate(loc, layer.layer_id)
-            call.loc, call.num_tokens = slots.contiguous().data_ptr(), num_tokens
-            call.num_threads = torch.get_num_threads()
-            for part, rows in ((call.first, first), (call.second, second)):
-                token, head, _ = rows.stride()
-                part.from_rows = rows.data_ptr()
-                part.from_token, part.from_head = token * rows.itemsize, head * rows.itemsize
-            if not self._write(call):
-                return
+            (token, head, last), size = first.stride(), dtype.itemsize
+            more_token, more_head, more_last = second.stride()
+            if last == more_last == 1:
+                one, other = call.first, call.second
+                slots = self._pool.translate(loc, layer.layer_id)
+                call.loc, call.num_tokens = slots.contiguous().data_ptr(), num_tokens
+                call.num_threads = torch.get_num_threads()
+                one.from_rows, other.from_rows = first.data_ptr(), second.data_ptr()
+                one.from_token, one.from_head = token * size, head * size
+                other.from_token, other.from_head = more_token * size, more_head * size
+                if not self._write(call):
+                    return
         if is_latent:
             self._pool.set_mla_kv_buffer(layer, loc, first, second, layer.k_scale)
         else:
             self._pool.set_kv_buffer(layer, loc, first, second, layer.k_scale, layer.v_scale)
 
-    def _of(self, layer: LayerSpec) -> tuple[Written, torch.Tensor, torch.Tensor]:
-        """A layer's call, and the two buffers that it writes to."""
+    def _of(self, layer: LayerSpec) -> tuple[Written, torch.dtype, torch.Size, torch.Size]:
+        """A layer's call, and the dtype and the dims of a token of the two buffers that it writes."""
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
         if layer.kind == "mla":
             rank = values.shape[-1]
             keys, values = keys[..., :rank], keys[..., rank:]
         call = Written(num_slots=len(keys), first=_part(keys), second=_part(values))
-        return call, keys, values
+        return call, keys.dtype, keys.shape[1:], values.shape[1:]
 
 
 def _part(buffer: torch.Tensor) -> Copied:
