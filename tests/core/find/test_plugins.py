@@ -157,12 +157,12 @@ MODULES: dict[str, tuple[str, str, str]] = {
     "keeps": (f"KEPT = [card('kept')]\n{CARDS}return KEPT", "", ""),
 }
 ENDS: dict[str, tuple[str, str]] = {
-    "exit_0": ("os._exit(0)", "its process ended with 0 after 0."),
-    "exit_7": ("os._exit(7)", "its process ended with 7 after 0."),
-    "c_exit": ("ctypes.CDLL(None).exit(0)", "its process ended with 0 after 0."),
-    "segfault": ("ctypes.string_at(0)", "killed by SIGSEGV after 0."),
-    "abort": ("os.abort()", "killed by SIGABRT after 0."),
-    "group": ("os.kill(0, signal.SIGKILL)", "killed by SIGKILL after 0."),
+    "exit_0": ("os._exit(0)", "its process ended with 0 after "),
+    "exit_7": ("os._exit(7)", "its process ended with 7 after "),
+    "c_exit": ("ctypes.CDLL(None).exit(0)", "its process ended with 0 after "),
+    "segfault": ("ctypes.string_at(0)", "killed by SIGSEGV after "),
+    "abort": ("os.abort()", "killed by SIGABRT after "),
+    "group": ("os.kill(0, signal.SIGKILL)", "killed by SIGKILL after "),
     "unnamed": ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", "killed by signal "),
     "alarm": ("signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(60)", "killed by SIGALRM"),
     "loop": ("while True: pass", "no answer in 1 s"),
@@ -304,7 +304,7 @@ def test_a_child_that_does_not_start(new, monkeypatch) -> None:
     plugin = Plugin(EntryPoint("good", "plugin_good", "attnmux"), "dist-good", "0.3")
     for executable, said in (
         ("/absent", "No such file"),
-        ("/bin/false", "its process ended with 1 after 0."),
+        ("/bin/false", "its process ended with 1 after "),
     ):
         monkeypatch.setattr(sys, "executable", executable)
         ((row,),) = (each.failures for each in probe([plugin], 1))
