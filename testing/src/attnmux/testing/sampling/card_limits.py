@@ -94,7 +94,7 @@ def try_point(candidate: Candidate, point: OutsidePoint) -> Outcome:
 def _plain_requests(candidate: Candidate) -> Iterator[Request]:
     """The first request of each kind and phase that the card admits."""
     clauses = candidate.card.clauses
-    wanted = {
+    wanted: set[tuple[str, tuple[str, ...]]] = {
         (kind, (phase,))
         for kind, phase in product(Request.KINDS, Request.PHASES)
         if any(clause.kind.admits(kind) and clause.phase.admits(phase) for clause in clauses)
