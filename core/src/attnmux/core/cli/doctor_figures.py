@@ -21,7 +21,7 @@ def unreadable(plugins: Sequence[Plugin]) -> Iterator[str]:
                 read_once(each.file)
             except InvalidInput as error:
                 yield (
-                    f"figures of {_named(plugin)} are left out: {error}: "
+                    f"figures of {plugin.release} are left out: {error}: "
                     f"pip install --upgrade {plugin.distribution}"
                 )
 
@@ -50,11 +50,7 @@ def uncounted(
             }
             if lacking := [f"{address} ({why})" for address, why in reasons.items() if why]:
                 yield (
-                    f"{Path(each.file).name} of {_named(plugin)} does not count for "
+                    f"{Path(each.file).name} of {plugin.release} does not count for "
                     f"{'; '.join(lacking)}: pip install --upgrade {plugin.distribution}, or "
                     "measure here by attnmux bench --keep"
                 )
-
-
-def _named(plugin: Plugin) -> str:
-    return f"{plugin.distribution} {plugin.version}".strip()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution
 
 from attnmux.core.cards.card import BackendCard
-from attnmux.core.facts.libraries import canonical, distributions, identity
+from attnmux.core.facts.libraries import canonical, distributions, identity, release
 
 INIT = "/__init__.py"
 
@@ -25,7 +25,7 @@ def overlapping(cards: Iterable[BackendCard]) -> Iterator[str]:
         if len(set(digests.values())) < 2 or libraries.isdisjoint(digests):
             continue
         names = sorted(digests)
-        versions = [f"{name} {identity(installed[name])[1]}".strip() for name in names]
+        versions = [release(name, identity(installed[name])[1]) for name in names]
         yield (
             f"{' and '.join(versions)} own one package, {package}, and overwrite each other's "
             f"files: pip uninstall {' '.join(names)}, then pip install the one that you need"

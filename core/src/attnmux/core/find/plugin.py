@@ -11,7 +11,7 @@ from attnmux.core.cards.advisory import Advisory
 from attnmux.core.cards.card import BackendCard
 from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.frozen import Plain
-from attnmux.core.facts.libraries import printable
+from attnmux.core.facts.libraries import printable, release
 from attnmux.core.facts.platform import Platform
 
 MOST_ERROR = 1000
@@ -33,7 +33,7 @@ class PluginFailure(Plain):
     traceback: str = ""
 
     def __str__(self) -> str:
-        source = f"{self.distribution} {self.version}".strip()
+        source = release(self.distribution, self.version)
         return f"plugin {self.plugin} ({source or 'of no distribution'}): {self.error}"
 
 
@@ -58,6 +58,10 @@ class Plugin(NamedTuple):
     @property
     def name(self) -> str:
         return self.point.name
+
+    @property
+    def release(self) -> str:
+        return release(self.distribution, self.version)
 
     @property
     def key(self) -> str:
