@@ -139,7 +139,7 @@ def _state_tree(
         return None
     if isinstance(window_tree, StatePrefixTree):  # one tree keeps both
         return window_tree
-    return StatePrefixTree(allocator, allocator.page_size, states)
+    return StatePrefixTree(allocator, states)
 
 
 def _kv_bytes(
