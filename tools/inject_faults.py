@@ -28,7 +28,7 @@ from attnmux.core import ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPo
 from attnmux.parts import DraftTree
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.run.ranks import ONE_RANK
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.requests.prefixes import PrefixNode, WindowPrefixTree, WindowSpan
 from attnmux.transformers.requests.sequence import SequenceState, Step
 from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator

@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core import ForwardMode, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
 from attnmux.transformers import StepBuilder
-from attnmux.transformers.run.ranks import ONE_RANK
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.requests.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator
 

@@ -27,7 +27,7 @@ from attnmux.core import (
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
-from attnmux.transformers.run.ranks import ONE_RANK
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.requests.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState

@@ -13,7 +13,7 @@ from attnmux.transformers.load.eagle_files import hidden_layers as hidden_layers
 from attnmux.transformers.load.eagle_files import load_head as load_head
 from attnmux.transformers.load.load_runner import load_head_runner as load_head_runner
 from attnmux.transformers.load.load_runner import load_runner as load_runner
-from attnmux.transformers.load.options import RunnerOptions as RunnerOptions
+from attnmux.transformers.options import RunnerOptions as RunnerOptions
 from attnmux.transformers.load.tokenization import encode_prompts as encode_prompts
 from attnmux.transformers.load.weights import load_model as load_model
 from attnmux.transformers.model.asked import request_of as request_of
@@ -34,9 +34,8 @@ from attnmux.transformers.requests.sampling import Sampler as Sampler
 from attnmux.transformers.requests.sampling_params import SamplingParams as SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState as SequenceState
 from attnmux.transformers.requests.sequence import Step as Step
-from attnmux.transformers.run.capacity import Capacity as Capacity
 from attnmux.transformers.run.implementation import IMPLEMENTATION as IMPLEMENTATION
 from attnmux.transformers.run.implementation import allow_generate_batch as allow_generate_batch
 from attnmux.transformers.run.runner import ModelRunner as ModelRunner
-from attnmux.transformers.run.served_model import ServedModel as ServedModel
+from attnmux.transformers.run.memory import ServedModel as ServedModel
 from attnmux.transformers.run.stats import EngineStats as EngineStats

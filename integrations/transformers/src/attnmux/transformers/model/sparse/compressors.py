@@ -33,7 +33,7 @@ from attnmux.transformers.model.sparse.compressed_pool import CompressedPool, Co
 from attnmux.transformers.model.sparse.compressor import OVERLAPPING, Compressor
 
 if TYPE_CHECKING:
-    from attnmux.transformers.load.options import RunnerOptions
+    from attnmux.transformers.options import RunnerOptions
 
 
 @dataclass(kw_only=True, eq=False)

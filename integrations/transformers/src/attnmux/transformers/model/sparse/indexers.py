@@ -46,7 +46,7 @@ from attnmux.transformers.model.sparse.mean_indexers import (
 )
 
 if TYPE_CHECKING:
-    from attnmux.transformers.load.options import RunnerOptions
+    from attnmux.transformers.options import RunnerOptions
 
 Indexer = KeyIndexer | BlockIndexer | MeanIndexer
 KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
