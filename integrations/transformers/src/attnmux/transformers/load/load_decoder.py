@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -56,10 +57,12 @@ def make_runner(
 ) -> ModelRunner:
     """The runner of `model`, whose recorded `layers` run on the decided backend.
 
-    parts: those of the model, bound. options: as `ModelRunner` takes them. Raises as it does.
+    parts: those of the model, bound. Raises as `ModelRunner` does.
     """
     if options.check is not None:
         options.check(decision)
+    if not isinstance(model, PackedDecoder):
+        options = replace(options, max_encoder_len=None)
     served = ServedModel(module=model, layers=layers, parts=parts)
     return ModelRunner(served, decision, options)
 

@@ -69,14 +69,9 @@ def load_runner(
         # Absorbed products have a row a token, and a pool of windows cuts prompts by what is free
         options = replace(options, mla="expanded", window_step_tokens=None)
     _check_ranks(checkpoint, offers, options)
-    has_encoder = checkpoint.config.is_encoder_decoder
-    options = replace(
-        options,
-        launches=options.ranks.building.launches(options.launches),
-        max_encoder_len=options.max_encoder_len if has_encoder else None,
-    )
+    options = replace(options, launches=options.ranks.building.launches(options.launches))
     with LOADING:
-        load = _load_encoder_decoder if has_encoder else load_decoder
+        load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
         runner = load(checkpoint, platform, offers, options, progress, warn)
         hint = Chooser.dtype_hint(runner.decision, offers, options.policy)
         if hint and options.dtype is None:
