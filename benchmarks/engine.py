@@ -33,7 +33,6 @@ from attnmux.core import ForwardBatch, GraphRunner, GraphUnsupported, Plugins, P
 from attnmux.core.verbs import Run
 from attnmux.testing.bench import Report, Times, facts, interleave
 from attnmux.transformers import (
-    Capacity,
     Checkpoint,
     Engine,
     ModelRunner,
@@ -237,12 +236,7 @@ def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
         ).eval()
     layers = record_layers(model, max_context_len=options.max_context_len)
     decision = decide(request_of(layers, torch.bfloat16), platform, plugins.offers(), options)
-    capacity = Capacity(
-        max_batch_size=options.max_batch_size,
-        max_context_len=options.max_context_len,
-        max_total_tokens=options.max_total_tokens,
-    )
-    return ModelRunner(ServedModel(module=model, layers=layers), decision, capacity)
+    return ModelRunner(ServedModel(module=model, layers=layers), decision, options)
 
 
 def make_prompts(runner: ModelRunner, num_prompts: int, length: int) -> list[list[int]]:

@@ -30,7 +30,7 @@ from attnmux.core import DeviceGraphs, Policy
 from attnmux.testing import RecordingGraphs
 from attnmux.testing.bench import Report, facts
 from attnmux.transformers import Engine, ModelRunner, RunnerOptions, SequenceState
-from attnmux.transformers.run.pieces import PIECE_SIZES
+from attnmux.transformers.options import PIECE_SIZES
 
 CALLS = 10
 """Calls in a row."""

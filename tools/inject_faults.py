@@ -28,10 +28,10 @@ from attnmux.core import ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPo
 from attnmux.parts import DraftTree
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.requests.prefixes import PrefixNode, WindowPrefixTree, WindowSpan
 from attnmux.transformers.requests.sequence import SequenceState, Step
 from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator
-from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 50
 PLACES = 10_000
@@ -128,7 +128,7 @@ def window_tree(size: int, page_size: int, *, debug: bool) -> WindowPrefixTree:
     span = WindowSpan(sliding_window_size=WINDOW)
     window_size = min(4 * span.tokens_each(page_size), size)
     allocator = SWAAllocator(SWAKVPool(full=pool(0, size), swa=pool(1, window_size)), debug=debug)
-    return WindowPrefixTree(allocator, page_size, span)
+    return WindowPrefixTree(allocator, span)
 
 
 class HashingRunner:
@@ -235,7 +235,7 @@ def wrongs(engine: Engine) -> list[str]:
     allocator, table = steps.allocator, steps.req_to_token_pool
     free_list, page_size = allocator._free_list, allocator.page_size
     owners: Counter[int] = Counter(free_list._stack[: free_list.available].tolist())
-    cached = [one for root in steps.prefix_tree._roots.values() for one in nodes(root)]
+    cached = list(nodes(steps.prefix_tree._root))
     for node in cached:
         owners.update((node.slots[::page_size] // page_size).tolist())
     held = [one for one in engine._accounts.live.values() if one.state.row is not None]

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 from transformers import LlamaForCausalLM
 
-from attnmux.transformers.draft.eagle_head import Eagle3Head, EagleHead
 from attnmux.transformers.load.eagle_files import LAYERS, SHARED, WEIGHTS
+from attnmux.transformers.model.eagle_head import Eagle3Head, EagleHead
 from attnmux.transformers.recall import PATH
 from tools.train_recall import Sampler
 

@@ -28,7 +28,7 @@ class Model:
 
     @property
     def request(self) -> Request:
-        return requested(None, self.fields, 1, None)
+        return requested(None, [self.fields], 1, None)
 
     @property
     def workloads(self) -> list[Workload]:

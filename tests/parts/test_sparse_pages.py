@@ -374,8 +374,6 @@ def test_requests_that_exclude_each_other_are_refused(fields, argument) -> None:
 
 def test_contexts_and_steps_are_refused(seed) -> None:
     pool = Pool(seed)
-    with pytest.raises(InvalidInput, match="sparse_budget"):
-        sparse_context(pool.context, 10)
     window = replace(pool.layer, sliding_window_size=4)
     with pytest.raises(InvalidInput, match="sliding_window"):
         sparse_context(replace(pool.context, layers=(window,)), 16)

@@ -9,9 +9,9 @@ import torch
 
 from attnmux.core import ForwardMode, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
 from attnmux.transformers import StepBuilder
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.requests.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator
-from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 50
 PLACES = 10_000
@@ -60,7 +60,7 @@ class HashingRunner:
                 swa=MHATokenToKVPool(size=window_size, layer_ids=[3], **kind),
             )
             allocator = SWAAllocator(self.pool)
-            tree = WindowPrefixTree(allocator, page_size, span)
+            tree = WindowPrefixTree(allocator, span)
         self.steps = StepBuilder(
             ReqToTokenPool(rows, context, "cpu"),
             allocator,

@@ -213,7 +213,7 @@ def test_misuse_changes_nothing():
     with pytest.raises(InvalidInput, match="whose window pages were freed"):
         allocator.alloc_extend(ints(6), ints(7), slots[-1:].int(), 1)
     with pytest.raises(InvalidInput, match="whose window pages were freed"):
-        PrefixTree(allocator, 4).insert(list(range(4)), slots)
+        PrefixTree(allocator).insert(list(range(4)), slots)
     assert allocator.full_available_size() == 24
     allocator.free(slots)
     with pytest.raises(InvalidInput):
@@ -224,7 +224,7 @@ def test_misuse_changes_nothing():
 @pytest.mark.parametrize("debug", [True, False])
 def test_what_the_window_gave_up_is_never_shared(debug):
     allocator = SWAAllocator(pool_of(), debug=debug)
-    tree = PrefixTree(allocator, 4)
+    tree = PrefixTree(allocator)
     slots = allocator.alloc(8)
     allocator.free_swa(slots[:4])
     with pytest.raises(InvalidInput, match="whose window pages were freed"):

@@ -9,8 +9,8 @@ import torch
 
 from attnmux.core import ForwardBatch, ForwardMode
 from attnmux.transformers import IndexKPool, KeyPicker
-from attnmux.transformers.model.sparse import key_picks
-from attnmux.transformers.model.sparse.scores import index_scores
+from attnmux.transformers.model.sparse import picks as picking
+from attnmux.transformers.model.sparse.ranking import index_scores
 
 pytest.importorskip("triton")
 
@@ -106,7 +106,7 @@ def make_batch(table, spans, mode) -> ForwardBatch:
     ],
 )
 def test_picks_in_steps(monkeypatch, dtype, captured, at_once, mode, spans):
-    monkeypatch.setattr(key_picks, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(picking, "SCORES_AT_ONCE", at_once)
     pool, table = make_pool(dtype, 128, len(spans))
     batch = make_batch(table, spans, mode)
     # Of few heads, many keys have the same score, 0

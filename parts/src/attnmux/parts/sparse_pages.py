@@ -33,7 +33,6 @@ from attnmux.core.plugin import (
     MakeBackend,
     MemberSteps,
     Route,
-    check_budget,
     shared_kernel,
 )
 from attnmux.parts.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
@@ -42,13 +41,12 @@ from attnmux.parts.page_choice import PageBounds, PageKernels, PlainPages, Reque
 def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     """The context of the backend that attends over chosen pages: `budget` tokens of each request.
 
-    Raises InvalidInput for pages of one token, a budget that is not whole pages or too few, layers
-    that are not plain and causal, and a pool with gaps or of another dtype than the model's;
-    PoolExhausted when memory for the pages' copies does not suffice.
+    The budget is whole pages: `solve` refuses others. Raises InvalidInput for layers that are not
+    plain and causal, and a pool with gaps or of another dtype than the model's; PoolExhausted when
+    memory for the pages' copies does not suffice.
     """
     pool = context.token_to_kv_pool
     page_size = pool.page_size
-    check_budget(budget, page_size)
     for layer in context.layers:
         layer.check_features("sinks", "logit_cap", "index_block_size")
     if pool.is_strided or not pool.dtype.is_floating_point or pool.dtype.itemsize == 1:

@@ -15,9 +15,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTr
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import open_checkpoint
-from attnmux.transformers.load import sounds
+from attnmux.transformers.load import media
 from attnmux.transformers.load.checkpoint import quiet_transformers
-from attnmux.transformers.load.sounds import read_samples
+from attnmux.transformers.load.media import read_samples
 
 START = {"decoder_start_token_id": 3}
 RATE = 16_000
@@ -207,7 +207,7 @@ class Refusing:
 
 
 def test_a_sound_that_an_extractor_cannot_take(whisper, tmp_path, monkeypatch):
-    monkeypatch.setattr(sounds, "load_processor", lambda *args, **given: Refusing())
+    monkeypatch.setattr(media, "load_processor", lambda *args, **given: Refusing())
     sound(tmp_path / "a.wav", 0.1)
     result = generate(whisper[1], "--audio", tmp_path / "a.wav")
     assert result.exit_code == 2, result.output

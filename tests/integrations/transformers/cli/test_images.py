@@ -16,7 +16,7 @@ from transformers import AutoProcessor, PreTrainedTokenizerFast
 from attnmux.core import InvalidInput
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import open_checkpoint
-from attnmux.transformers.load import image_files as files
+from attnmux.transformers.load import media as files
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -25,9 +25,9 @@ from attnmux.transformers import ModelProposer, StepBuilder
 from attnmux.transformers.draft.branch_rows import BranchRows
 from attnmux.transformers.draft.loop import DraftLoop
 from attnmux.transformers.draft.paths import DraftPaths, likeliest
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.requests.slots import PagedAllocator
-from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 19
 PLACES = 1000

@@ -11,8 +11,8 @@ from hashing import DrawingRunner, check_all_free
 
 from attnmux.parts import AcceptThresholds, DraftTree
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, SequenceState
+from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.run import stats
-from attnmux.transformers.run.ranks import Ranks
 
 NEW = 200
 """Tokens of an answer."""

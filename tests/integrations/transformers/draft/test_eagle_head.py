@@ -22,9 +22,9 @@ from attnmux.transformers import (
     recall,
     run_prompts,
 )
-from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.load.eagle_files import is_head, load_head
+from attnmux.transformers.model.eagle_head import EagleHead
 
 VOCABULARY, NUM = 97, 11
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")

@@ -24,8 +24,8 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.model.eagle_head import EagleHead
 
 NUM, DRAFTS, VOCABULARY = 12, 5, 97
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")

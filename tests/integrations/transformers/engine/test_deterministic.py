@@ -16,7 +16,7 @@ from attnmux.testing import find_candidate
 from attnmux.transformers import Engine
 from attnmux.transformers.load.checkpoint import open_checkpoint, quiet_transformers
 from attnmux.transformers.load.load_runner import load_runner
-from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.sampling_params import SamplingParams
 
 NEW = 9

@@ -27,11 +27,11 @@ from attnmux.core import (
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.requests.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator
-from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 50
 PLACES = 10_000
@@ -88,7 +88,7 @@ class HashingRunner:
             allocator = SWAAllocator(
                 SWAKVPool(full=full, swa=MHATokenToKVPool(size=window_size, layer_ids=[1], **kind))
             )
-            tree = WindowPrefixTree(allocator, page_size, span)
+            tree = WindowPrefixTree(allocator, span)
             self.window_cache = torch.full((window_size + page_size,), -1)
         self.span = span
         self.steps = StepBuilder(
@@ -183,7 +183,7 @@ def check_windows(engine):
     tree, memory = engine.runner.steps.window_tree, engine.window_memory
     page_size = tree.page_size
     assert memory.held == page_size * sum(windowed_pages(engine))
-    nodes, there, locked = list(tree._roots.values()), 0, 0
+    nodes, there, locked = [tree._root], 0, 0
     while nodes:
         node = nodes.pop()
         nodes += node.children.values()

@@ -21,7 +21,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.load.generation_config import ignored_sampling
-from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.sampling_params import SamplingParams
 
 IDS = [5, 9, 31, 4]

@@ -200,7 +200,8 @@ def test_masks_are_read():
     no_padding = torch.zeros(1, dtype=torch.long)
     assert reach_of(causal_mask_function) == Reach()
     assert reach_of(chunked_causal_mask_function(8, no_padding)) == Reach(attention_chunk_size=8)
-    assert reach_of(chunked_causal_mask_function(1, no_padding)).row(5, torch.arange(9)).sum() == 1
+    alone = reach_of(chunked_causal_mask_function(1, no_padding))
+    assert alone.sees(torch.tensor(5), torch.arange(9)).sum() == 1
     window = sliding_window_causal_mask_function(6)
     assert reach_of(window) == Reach(sliding_window_size=5)
     assert reach_of(window, Reach(sliding_window_size=5)) == Reach(sliding_window_size=5)

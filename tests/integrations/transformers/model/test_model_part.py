@@ -8,7 +8,7 @@ import torch
 from attnmux.core import ForwardContext, GraphUnsupported, InvalidInput
 from attnmux.testing import RecordingGraphs
 from attnmux.transformers import Engine, MemoryBudget, SequenceState
-from attnmux.transformers.model import parts
+from attnmux.transformers.load import load_decoder as parts
 from attnmux.transformers.model.part import ModelPart, TokenBytes
 
 WIDTH = 4

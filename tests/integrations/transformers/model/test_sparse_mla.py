@@ -19,7 +19,7 @@ from attnmux.testing import (
     prepare_step,
     reference,
 )
-from attnmux.transformers.model.sparse.scores import best_keys, index_scores
+from attnmux.transformers.model.sparse.ranking import best_keys, index_scores
 
 INDEX_HEADS, INDEX_DIM, TOPK = 3, 16, 24
 LATENT = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 import torch
 from hypothesis import settings
@@ -16,7 +18,7 @@ NUM_PAGES = 24
 
 
 def tree_of(page_size: int, num_pages: int = NUM_PAGES) -> PrefixTree:
-    return PrefixTree(PagedAllocator(num_pages * page_size, page_size, "cpu"), page_size)
+    return PrefixTree(PagedAllocator(num_pages * page_size, page_size, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -84,17 +86,6 @@ def test_the_least_recently_used_end_goes_first_and_no_more_than_asked():
     assert tree.evict(0) == 0
 
 
-def test_namespaces_share_nothing():
-    tree = tree_of(1)
-    slots = tree.allocator.alloc(4)
-    assert tree.insert([1, 2], slots[:2], namespace="lora") == 0
-    assert tree.match([1, 2]).slots.tolist() == []
-    assert tree.insert([1, 2], slots[2:]) == 0
-    assert torch.equal(tree.match([1, 2], namespace="lora").slots, slots[:2])
-    assert tree.evict(4) == 4
-    assert tree.match([1, 2], namespace="lora").slots.tolist() == []
-
-
 def test_what_was_inserted_is_a_copy():
     tree = tree_of(1)
     slots = tree.allocator.alloc(3)
@@ -102,29 +93,6 @@ def test_what_was_inserted_is_a_copy():
     tree.insert([1, 2, 3], slots)
     slots.zero_()
     assert torch.equal(tree.match([1, 2, 3]).slots, expected)
-
-
-def test_clear_frees_everything_unless_it_is_locked():
-    tree = tree_of(2)
-    tree.insert([1, 2, 3, 4], tree.allocator.alloc(4))
-    node = tree.match([1, 2]).node
-    tree.lock(node)
-    with pytest.raises(InvalidInput, match="2 tokens are locked"):
-        tree.clear()
-    assert len(tree.match([1, 2, 3, 4]).slots) == 4
-    tree.unlock(node)
-    tree.clear()
-    assert tree.allocator.available_size() == tree.allocator.size
-    assert tree.evictable_tokens == tree.protected_tokens == 0
-    assert tree.match([1, 2]).slots.tolist() == []
-
-
-def test_pages_of_the_tree_may_be_several_of_the_allocator():
-    tree = PrefixTree(PagedAllocator(16, 1, "cpu"), 4)
-    slots = tree.allocator.alloc(10)
-    assert tree.insert(list(range(10)), slots) == 0
-    assert torch.equal(tree.match(list(range(10))).slots, slots[:8])
-    assert tree.evict(1) == 4
 
 
 def test_misuse_is_refused():
@@ -146,8 +114,6 @@ def test_misuse_is_refused():
     nothing = tree.match([]).node
     tree.lock(nothing)
     tree.unlock(nothing)
-    with pytest.raises(InvalidInput, match="page_size: expected a multiple of 2"):
-        PrefixTree(tree.allocator, 3)
 
 
 def test_a_tensor_of_token_ids_would_never_be_found_again_and_is_refused():
@@ -171,42 +137,34 @@ class TreeMachine(RuleBasedStateMachine):
         self.page_size = page_size
         self.tree = tree_of(page_size)
         self.clock = 0
-        # By namespace and the tokens up to and with the page: its slots, last use, locks.
-        self.pages: dict[tuple[str, tuple[int, ...]], list] = {}
-        self.running: list[tuple[str, list[int], torch.Tensor, int, object]] = []
+        # By the tokens up to and with the page: its slots, last use, locks.
+        self.pages: dict[tuple[int, ...], list] = {}
+        self.running: list[tuple[list[int], torch.Tensor, int, object]] = []
 
     def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
         whole = len(tokens) // self.page_size
         return [tuple(tokens[: (page + 1) * self.page_size]) for page in range(whole)]
 
-    def cached(self, name: str, tokens: list[int]) -> list[tuple[str, tuple[int, ...]]]:
-        keys = []
-        for prefix in self.prefixes(tokens):
-            if (name, prefix) not in self.pages:
-                break
-            keys.append((name, prefix))
-        return keys
+    def cached(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        return list(takewhile(self.pages.__contains__, self.prefixes(tokens)))
 
-    def touch(self, keys: list[tuple[str, tuple[int, ...]]]) -> None:
+    def touch(self, keys: list[tuple[int, ...]]) -> None:
         self.clock += 1
         for key in keys:
             self.pages[key][1] = self.clock
 
-    def match(self, name: str, tokens: list[int]) -> tuple[torch.Tensor, object]:
-        match = self.tree.match(tokens, namespace=name)
-        keys = self.cached(name, tokens)
+    def match(self, tokens: list[int]) -> tuple[torch.Tensor, object]:
+        match = self.tree.match(tokens)
+        keys = self.cached(tokens)
         self.touch(keys)
         assert match.slots.tolist() == [slot for key in keys for slot in self.pages[key][0]]
         return match.slots, match.node
 
-    @rule(
-        name=st.sampled_from(["a", "b"]),
-        tokens=st.lists(st.integers(0, 1), max_size=9),
-    )
-    def begin(self, name: str, tokens: list[int]) -> None:
-        shared, node = self.match(name, tokens)
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
+    def begin(self, tokens: list[int]) -> None:
+        shared, node = self.match(tokens)
         self.tree.lock(node)
-        keys = self.cached(name, tokens)
+        keys = self.cached(tokens)
         for key in keys:
             self.pages[key][2] += 1
         room = self.tree.allocator.available_size()
@@ -222,22 +180,22 @@ class TreeMachine(RuleBasedStateMachine):
                 self.pages[key][2] -= 1
             return
         own = self.tree.allocator.alloc(len(tokens) - len(shared))
-        self.running.append((name, tokens, torch.cat([shared, own]), len(shared), node))
+        self.running.append((tokens, torch.cat([shared, own]), len(shared), node))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), keep=st.booleans())
     def end(self, data: st.DataObject, keep: bool) -> None:
         index = data.draw(st.integers(0, len(self.running) - 1))
-        name, tokens, slots, num_shared, node = self.running.pop(index)
-        held = self.cached(name, tokens)[: num_shared // self.page_size]
+        tokens, slots, num_shared, node = self.running.pop(index)
+        held = self.cached(tokens)[: num_shared // self.page_size]
         allocator = self.tree.allocator
         if keep:
-            there = self.tree.insert(tokens, slots, namespace=name)
-            assert there == len(self.cached(name, tokens)) * self.page_size
+            there = self.tree.insert(tokens, slots)
+            assert there == len(self.cached(tokens)) * self.page_size
             for place, prefix in enumerate(self.prefixes(tokens)):
                 own = slots[place * self.page_size : (place + 1) * self.page_size].tolist()
-                self.pages.setdefault((name, prefix), [own, 0, 0])
-            self.touch([(name, prefix) for prefix in self.prefixes(tokens)])
+                self.pages.setdefault(prefix, [own, 0, 0])
+            self.touch(self.prefixes(tokens))
             whole = len(tokens) - len(tokens) % self.page_size
             allocator.free(torch.cat([slots[num_shared:there], slots[whole:]]))
         else:
@@ -254,7 +212,7 @@ class TreeMachine(RuleBasedStateMachine):
         """Page by page, the least recently used of those without a lock and a successor."""
         expected = 0
         while expected < num_tokens:
-            inner = {(name, prefix[: -self.page_size]) for name, prefix in self.pages}
+            inner = {prefix[: -self.page_size] for prefix in self.pages}
             leaves = [k for k, page in self.pages.items() if not page[2] and k not in inner]
             if not leaves:
                 break
@@ -262,23 +220,15 @@ class TreeMachine(RuleBasedStateMachine):
             expected += self.page_size
         assert freed == expected
 
-    @rule(name=st.sampled_from(["a", "b"]), tokens=st.lists(st.integers(0, 1), max_size=9))
-    def look(self, name: str, tokens: list[int]) -> None:
-        self.match(name, tokens)
-
-    @precondition(lambda self: not self.running)
-    @rule()
-    def clear(self) -> None:
-        self.tree.clear()
-        self.pages.clear()
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
+    def look(self, tokens: list[int]) -> None:
+        self.match(tokens)
 
     @invariant()
     def every_page_is_owned_once(self) -> None:
         of_tree = [slot for page in self.pages.values() for slot in page[0]]
         of_requests = [
-            slot
-            for _, _, slots, num_shared, _ in self.running
-            for slot in slots[num_shared:].tolist()
+            slot for _, slots, num_shared, _ in self.running for slot in slots[num_shared:].tolist()
         ]
         owned = of_tree + of_requests
         assert len(set(owned)) == len(owned)
@@ -294,8 +244,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.evictable_tokens == total - locked
 
     def teardown(self) -> None:
-        for name, tokens, _, _, _ in self.running:
-            self.match(name, tokens)
+        for tokens, _, _, _ in self.running:
+            self.match(tokens)
 
 
 TestPrefixTree = TreeMachine.TestCase

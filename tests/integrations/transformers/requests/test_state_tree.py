@@ -24,7 +24,7 @@ def tree_of(*, page_size=1, kept_size=3, pages=64):
     states = LinearStatePool(
         size=2, layers=LAYERS, conv_dtype=torch.float32, device="cpu", kept_size=kept_size
     )
-    return StatePrefixTree(PagedAllocator(pages * page_size, page_size, "cpu"), page_size, states)
+    return StatePrefixTree(PagedAllocator(pages * page_size, page_size, "cpu"), states)
 
 
 def say(tree, row, value):
@@ -77,7 +77,7 @@ def test_the_states_that_were_used_last_stay():
     tree.match([10])
     cache(tree, [30], 30)
     assert [restored(tree, [value]) for value in (10, 20, 30)] == [(1, 10), (0, -1), (1, 30)]
-    assert tree.num_kept == 2
+    assert len(tree._kept) == 2
 
 
 def test_states_leave_with_their_pages():
@@ -85,20 +85,20 @@ def test_states_leave_with_their_pages():
     cache(tree, [1, 2, 3, 4, 5, 6], 60)
     cache(tree, [1, 2], 20)
     assert tree.evict(2) == 2  # the last page, and the states after it
-    assert tree.num_kept == 1
+    assert len(tree._kept) == 1
     assert restored(tree, [1, 2, 3, 4, 5, 6]) == (2, 20)
     assert tree.match([1, 2, 3, 4, 5, 6]).known == 4
     tree.evict(4)
-    assert tree.num_kept == 0
+    assert len(tree._kept) == 0
     for value in range(5):
         cache(tree, [value] * 2, value)
-    assert tree.num_kept == 3
+    assert len(tree._kept) == 3
 
 
 def test_nothing_to_keep_and_nothing_kept():
     tree = tree_of(kept_size=0)
     cache(tree, [1, 2], 5)
-    assert tree.num_kept == 0
+    assert len(tree._kept) == 0
     assert restored(tree, [1, 2]) == (0, -1)
     node = tree.find([1, 2]).node
     with pytest.raises(InvalidInput, match="node: expected that of the latest match, got a prefix"):
@@ -124,7 +124,7 @@ def test_random_use(page_size):
         num, value = restored(tree, list(ids))
         assert value == (values[ids[:num]] if num else -1)
         seen.add(num // page_size)
-        assert tree.num_kept <= 4
-        assert len(set(tree._kept.values())) == tree.num_kept
-        assert len(tree._free_rows) == 4 - tree.num_kept
+        assert len(tree._kept) <= 4
+        assert len(set(tree._kept.values())) == len(tree._kept)
+        assert len(tree._free_rows) == 4 - len(tree._kept)
     assert seen >= {0, 1, 2, 3}

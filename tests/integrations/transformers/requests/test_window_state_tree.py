@@ -27,7 +27,7 @@ def tree_of(*, page_size=1, window=3, kept_size=4):
         size=2, layers=[LAYER], conv_dtype=torch.float32, device="cpu", kept_size=kept_size
     )
     span = WindowSpan(sliding_window_size=window)
-    return WindowStatePrefixTree(SWAAllocator(pool), page_size, span, states)
+    return WindowStatePrefixTree(SWAAllocator(pool), span, states)
 
 
 def cache(tree, ids, *, keep=True):
@@ -50,7 +50,7 @@ def test_a_prefix_needs_its_states_and_its_windows():
     cache(tree, [1, 2, 3, 4, 5, 6])
     assert reused(tree, [1, 2, 3, 4, 5, 6, 7]) == 6
     tree.evict_windows(tree.evictable_window_tokens)
-    assert tree.num_kept == 1
+    assert len(tree._kept) == 1
     assert reused(tree, [1, 2, 3, 4, 5, 6, 7]) == 0
     cache(tree, [1, 2, 3, 4, 5, 6])  # another request brings the windows
     assert reused(tree, [1, 2, 3, 4, 5, 6, 7]) == 6

@@ -45,7 +45,7 @@ def tree_of(span, *, page_size=1, pages=64, window_pages=32):
         full=MHATokenToKVPool(size=pages * page_size, layer_ids=[0], device="cpu", **kind),
         swa=MHATokenToKVPool(size=window_pages * page_size, layer_ids=[1], device="cpu", **kind),
     )
-    return WindowPrefixTree(SWAAllocator(pool), page_size, span)
+    return WindowPrefixTree(SWAAllocator(pool), span)
 
 
 def test_pages_without_windows_take_those_of_the_next_request():
@@ -69,7 +69,7 @@ def test_pages_without_windows_take_those_of_the_next_request():
     assert torch.equal(tree.match(ids[:8]).slots, first[:8])
     assert tree.window_tokens == 9
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (52, 23)
-    tree.clear()
+    tree.evict(tree.evictable_tokens)
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (64, 32)
 
 

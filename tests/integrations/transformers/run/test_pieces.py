@@ -19,13 +19,10 @@ from attnmux.transformers import (
     load_runner,
     open_checkpoint,
 )
-from attnmux.transformers.load import making
-from attnmux.transformers.load.making import make_runner
+from attnmux.transformers.options import PIECE_SIZES, usual_pieces
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.run import pieces
-from attnmux.transformers.run.capacity import Capacity, allocate, piece_bytes
-from attnmux.transformers.run.pieces import PIECE_SIZES, usual_sizes
-from attnmux.transformers.run.ranks import ONE_RANK
+from attnmux.transformers.run.memory import allocate
 
 OPTIONS = {"max_batch_size": 4, "debug": False, "graph": False}
 
@@ -218,10 +215,10 @@ def test_bits_of_a_deterministic_runner_stay(tiny, run_on):
 
 def test_a_size_is_captured_once_enough_steps_had_it(tiny, run_on, monkeypatch):
     monkeypatch.setattr(pieces, "CAPTURED_AT", 2)
-    monkeypatch.setattr(pieces, "PIECE_SIZES", (4, 8, 16, 32))
+    monkeypatch.setattr("attnmux.transformers.options.PIECE_SIZES", (4, 8, 16, 32))
     runner = run_on(tiny("llama")[1], max_context_len=6, **OPTIONS)
-    assert usual_sizes(24) == usual_sizes(32) == usual_sizes(99) == (4, 8, 16, 32)
-    assert usual_sizes(8) == (4, 8)
+    assert usual_pieces(24) == usual_pieces(32) == usual_pieces(99) == (4, 8, 16, 32)
+    assert usual_pieces(8) == (4, 8)
     runner.capture_pieces(devices=RecordingGraphs())
     captured = runner.pieces.runner.memory_bytes
     assert captured.keys() == {32}  # a step has up to 24 tokens
@@ -296,14 +293,16 @@ def test_a_share_of_the_memory_leaves_room(tiny, run_on, monkeypatch):
     decision = runner.decision
     assert not decision.request.graph
     widest = (4 + 2 + 2) * 8 + 32 + 2 * 48 + 32
-    assert piece_bytes(runner.model, 24) == 2 * 24 * widest * 4
+    captured = replace(decision, request=decision.request.replace(graph=True))
     tokens = []
-    for piece_tokens in (0, 24):
+    for sizes in ((), (24,)):
         for memory in (MemoryBudget(fraction=0.5), MemoryBudget(nbytes=500_000)):
-            capacity = Capacity(
-                max_batch_size=4, max_context_len=64, memory=memory, piece_tokens=piece_tokens
+            options = RunnerOptions(
+                max_batch_size=4, max_context_len=64, memory=memory, piece_sizes=sizes
             )
-            tokens.append(allocate(runner.served, decision, capacity, ONE_RANK).kv_tokens)
+            tokens.append(allocate(runner.served, captured, options).kv_tokens)
+            eager = allocate(runner.served, decision, options).kv_tokens
+            assert eager == tokens[0]
     share, exact, less, same = tokens
     assert share == exact == same
     per_token = 500_000 / share
@@ -319,20 +318,9 @@ def test_a_share_of_the_memory_leaves_room(tiny, run_on, monkeypatch):
         ({"graph": False}, 0),
     ],
 )
-def test_room_is_left_for_the_largest_size(tiny, run_on, monkeypatch, changes, tokens):
-    """If graphs are decided."""
-    rooms = []
-
-    def noted(served, decision, capacity, **settings):
-        rooms.append(capacity.piece_tokens)
-
-    runner = run_on(tiny("llama")[1], **OPTIONS)
-    monkeypatch.setattr(making, "ModelRunner", noted)
-    for graph in (True, False):
-        decision = replace(runner.decision, request=runner.decision.request.replace(graph=graph))
-        options = RunnerOptions(max_batch_size=4, max_context_len=64, max_total_tokens=9, **changes)
-        make_runner(runner.model, runner.served.layers, decision, options)
-    assert rooms == [tokens, 0]
+def test_room_is_left_for_the_largest_size(changes, tokens):
+    options = RunnerOptions(max_batch_size=4, max_context_len=64, max_total_tokens=9, **changes)
+    assert options.piece_tokens == tokens
 
 
 def test_pieces_are_made_when_a_model_is_loaded(tiny, run_on, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -13,12 +14,15 @@ from attnmux.core.contract.batch import ForwardBatch, MultiItem
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.dtypes import torch_dtype
 from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.linear.backend import LinearAttentionBackend
 from attnmux.core.contract.linear.convolutions import ShortConvolutions
 from attnmux.core.contract.linear.layer import ConvCall, LinearLayerSpec
 from attnmux.core.contract.linear.states import StatePool
 from attnmux.core.contract.mode import ForwardMode
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import InvalidInput
+
+B = TypeVar("B", AttentionBackend, LinearAttentionBackend)
 
 CHANNELS, TAPS = 16, 4
 """Size of the convolution that is rehearsed."""
@@ -32,21 +36,31 @@ MODES = {
 }
 
 
-def rehearse(backend: AttentionBackend) -> None:
-    """Attend to one token in each phase of the request, once for each kind of layer.
+def attend_all(backend: AttentionBackend, batch: ForwardBatch) -> None:
+    """Attend to a step's tokens, once for each kind of layer.
 
-    K and V come with the call, as a model's do, and are written to the reserved page. Phases and
-    layers that the backend refuses are left out: another backend serves them. Raises what the
-    library raises.
+    K and V come with the call, as a model's do, and are written to the reserved page. Layers that
+    the backend refuses are left out: another backend serves them.
     """
-    context = backend.context
-    for batch in smallest_batches(context):
+    for layer in _distinct_layers(backend.context):
+        with suppress(InvalidInput):
+            _attend(backend, layer, batch)
+
+
+def rehearse(
+    backend: B,
+    run: Callable[[B, ForwardBatch], None] = attend_all,  # type: ignore[assignment]  # B's default
+) -> None:
+    """Run one token, or a request's drafts, in each phase of the request.
+
+    run: calls the layers of a prepared step. Phases that the backend refuses are left out: another
+    backend serves them. Raises what the library raises.
+    """
+    for batch in smallest_batches(backend.context):
         with suppress(InvalidInput):
             backend.init_forward_metadata(batch)
-            for layer in _distinct_layers(context):
-                with suppress(InvalidInput):
-                    _attend(backend, layer, batch)
-    backend.init_forward_metadata(_batch(context, ForwardMode.IDLE, cached=0, new=0))
+            run(backend, batch)
+    backend.init_forward_metadata(_batch(backend.context, ForwardMode.IDLE, cached=0, new=0))
 
 
 def rehearse_convolutions(

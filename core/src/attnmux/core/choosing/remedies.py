@@ -49,7 +49,7 @@ class Remedies:
             # Each finding hints at one page size for all of them
             pages = [reason for reason in advised if "=" in reason.hint.partition(" ")[0]]
             short = [*short, *pages[:1]]
-            changes = tuple(parse_fields(",".join(reason.hint for reason in short)).items())
+            changes = tuple(parse_fields(*(reason.hint for reason in short)).items())
             if self._hold(place, offer.address, changes):
                 return reasons
         return without_hints(reasons)

@@ -12,6 +12,7 @@ from attnmux.core.facts.libraries import (
     Libraries,
     Requirement,
     parsed_requirement,
+    release,
     specifiers,
     within,
 )
@@ -46,7 +47,7 @@ def required(card: BackendCard, libraries: Libraries, distribution: str) -> Iter
         name, version = versions[states.index(state)]
         yield Library(
             wanted=" or ".join(alternatives),
-            installed="" if version is None else f"{name} {version}".strip(),
+            installed="" if version is None else release(name, version),
             state=state,
             offered=", ".join(f"{name} {version or 'not installed'}" for name, version in versions),
             hint="" if state == "present" else install_hint(card, distribution, alternatives[0]),

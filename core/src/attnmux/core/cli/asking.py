@@ -64,7 +64,7 @@ ASSUME = (
 
 def requested(
     model: str | None,
-    fields: str,
+    fields: Sequence[str],
     tp: int,
     mode: str | None,
     *,
@@ -73,6 +73,7 @@ def requested(
 ) -> Request:
     """The model's needs, overruled by the user's fields.
 
+    fields: texts as `Request.parse` takes them.
     skip: layers without the KV dtype. assume: called with what is assumed of an unknown model type;
     None assumes nothing.
     Raises NoBackend for a type of whose attention nothing is known, and InvalidInput for a model
@@ -83,7 +84,7 @@ def requested(
         raise InvalidInput("--tp", got=str(tp), expected="--model, whose heads it divides")
     if model is None and skip is not None:
         raise InvalidInput("--kv-dtype-skip", got=skip, expected="--model, whose layers it names")
-    changes = dict(parse_fields(fields))
+    changes = parse_fields(*fields)
     request = Request()
     if model is not None:
         named = {name: changes[name] for name in ("dtype", "kv_dtype") if name in changes}

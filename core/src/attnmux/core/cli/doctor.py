@@ -141,7 +141,7 @@ def _print_plugins(console: Console, diagnosis: Diagnosis) -> None:
         rows.append(
             (
                 plugin.name,
-                f"{plugin.distribution} {plugin.version}".strip(),
+                plugin.release,
                 str(len(plugin.cards) or ""),
                 f"{plugin.seconds:.2f} s" if plugin.seconds else "",
                 ", ".join(f"{platform.vendor}:{platform.arch}" for platform in plugin.platforms),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import Distribution
+from pathlib import Path
 
-from attnmux.core.cards.card import Offer
+from attnmux.core.cards.card import BackendCard, Offer
 from attnmux.core.cards.named import read_options
 from attnmux.core.choosing.problem import groups_of
 from attnmux.core.choosing.requirements import caveats
-from attnmux.core.cli.doctor_figures import uncounted, unreadable
 from attnmux.core.cli.here import READY, Backend, backends_here, lacking_compiler, serving_builds
-from attnmux.core.cli.overlaps import overlapping
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
-from attnmux.core.facts.libraries import installed_version
+from attnmux.core.facts.libraries import (
+    canonical,
+    distributions,
+    identity,
+    installed_version,
+    release,
+)
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
@@ -23,6 +29,7 @@ from attnmux.core.find.devices import Detection, survey
 from attnmux.core.find.plugin import Plugin
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
+from attnmux.core.measured.shipped import read_once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,3 +163,82 @@ def _ambiguous_names(backends: Sequence[Backend]) -> Iterator[str]:
     for name, sharing in addresses.items():
         if len(sharing) > 1:
             yield f"{name} is the name of several backends: say {' or '.join(sorted(sharing))}"
+
+
+INIT = "/__init__.py"
+
+
+def overlapping(cards: Iterable[BackendCard]) -> Iterator[str]:
+    """A line for each package that a library of the cards shares with another distribution."""
+    libraries = {canonical(name) for card in cards for name in card.libraries()}
+    owners: dict[str, dict[str, str]] = {}
+    installed = distributions()
+    for name, distribution in installed.items():
+        for package, digest in _packages(distribution):
+            owners.setdefault(package, {})[name] = digest
+    for package, digests in sorted(owners.items()):
+        # Namespaces that several distributions fill have one content.
+        if len(set(digests.values())) < 2 or libraries.isdisjoint(digests):
+            continue
+        names = sorted(digests)
+        versions = [release(name, identity(installed[name])[1]) for name in names]
+        yield (
+            f"{' and '.join(versions)} own one package, {package}, and overwrite each other's "
+            f"files: pip uninstall {' '.join(names)}, then pip install the one that you need"
+        )
+
+
+def _packages(distribution: Distribution) -> Iterator[tuple[str, str]]:
+    """Top-level packages, and the hash of each one's first file."""
+    try:
+        record = distribution.read_text("RECORD") or ""
+    except (OSError, ValueError):
+        return
+    for line in record.splitlines():
+        path, _, rest = line.partition(",")
+        package, init, _ = path.partition(INIT)
+        if init and path.endswith(INIT) and "/" not in package:
+            yield package, rest.partition(",")[0]
+
+
+def unreadable(plugins: Sequence[Plugin]) -> Iterator[str]:
+    """A line for each file that choices leave out."""
+    for plugin in plugins:
+        for each in plugin.figures:
+            try:
+                read_once(each.file)
+            except InvalidInput as error:
+                yield (
+                    f"figures of {plugin.release} are left out: {error}: "
+                    f"pip install --upgrade {plugin.distribution}"
+                )
+
+
+def uncounted(
+    plugins: Sequence[Plugin], backends: Sequence[Backend], platform: Platform
+) -> Iterator[str]:
+    """A line for each file of such a device with figures that do not hold here.
+
+    A backend that cannot run here has a reason of its own in the report.
+    """
+    offers = {each.offer.address: each.offer for each in backends}
+    idle = {each.offer.address for each in backends if each.here != READY}
+    for plugin in plugins:
+        for each in plugin.figures:
+            if not each.hold_on(platform):
+                continue
+            try:
+                sources = read_once(each.file).sources
+            except InvalidInput:  # a line of `unreadable`
+                continue
+            reasons = {
+                source.backend: source.shortfall(platform, offers, installed_version)
+                for source in sources
+                if source.backend not in idle
+            }
+            if lacking := [f"{address} ({why})" for address, why in reasons.items() if why]:
+                yield (
+                    f"{Path(each.file).name} of {plugin.release} does not count for "
+                    f"{'; '.join(lacking)}: pip install --upgrade {plugin.distribution}, or "
+                    "measure here by attnmux bench --keep"
+                )

@@ -44,7 +44,6 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
     "--request",
     "fields",
     multiple=True,
-    callback=lambda _context, _option, texts: ",".join(texts),
     help="FIELD=VALUE,…: page_size=16,spec_topk=4; repeatable.",
 )
 @click.option(
@@ -94,7 +93,7 @@ def select(
     /,
     as_json: bool,
     platforms: tuple[str, ...],
-    fields: str,
+    fields: tuple[str, ...],
     model: str | None,
     assume: bool,
     tp: int,
@@ -134,7 +133,7 @@ def select(
     }
     measured = not no_measurements
     # A request keeps no flag that is off
-    graphs = "graph" not in parse_fields(fields)
+    graphs = "graph" not in parse_fields(*fields)
     ask_machine = partial(
         ask, run, settings, plugins, request, given=given, measured=measured, graphs=graphs
     )

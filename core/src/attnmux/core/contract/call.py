@@ -45,6 +45,16 @@ class AttentionCall(msgspec.Struct, frozen=True, eq=False):
             raise InvalidInput("q_rope", got=None, expected="the rotary part [T, Hq, rope]")
         return self.q_rope
 
+    def own_keys(self, second: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and `second`, which is V or K's rotary part, of a call that `has_own_kv`.
+
+        Raises InvalidInput without one of them, and for another dtype than that of Q.
+        """
+        if self.k is None or second is None:
+            raise self.layer.not_in_pool()
+        self.check_keys_dtype(self.k, second)
+        return self.k, second
+
     def check_keys_dtype(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises InvalidInput for the call's own K and V of another dtype than Q."""
         if k.dtype != self.q.dtype or v.dtype != self.q.dtype:

@@ -23,6 +23,11 @@ Unreadable = Sequence[tuple[str, Exception]]
 
 
 @lru_cache(maxsize=4096)
+def release(distribution: str, version: str) -> str:
+    """Its name and its version, of which either may be unknown, as users read them."""
+    return f"{distribution} {version}".strip()
+
+
 def canonical(name: str) -> str:
     """A distribution's name as PEP 503 normalises it."""
     return canonicalize_name(name)

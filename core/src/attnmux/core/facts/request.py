@@ -264,12 +264,12 @@ class Request(Plain):
         return cls(**values, origins=data.get("origins", {}))
 
     @classmethod
-    def parse(cls, text: str, *, origin: str = "user") -> Request:
-        """From "kind=mha,page_size=1,phases=extend+decode"; "none" unsets a field.
+    def parse(cls, *texts: str, origin: str = "user") -> Request:
+        """From texts such as "kind=mha,page_size=1,phases=extend+decode"; "none" unsets a field.
 
         Raises InvalidInput for an unknown field or a value that it cannot hold.
         """
-        return cls().replace(origin=origin, **parse_fields(text))
+        return cls().replace(origin=origin, **parse_fields(*texts))
 
 
 DEFAULTS = defaults(Request)
@@ -281,10 +281,10 @@ del READERS["origins"]
 """By field."""
 
 
-def parse_fields(text: str) -> dict[str, str]:
-    """The fields that "a=1,b=2" sets, as text."""
+def parse_fields(*texts: str) -> dict[str, str]:
+    """The fields that texts such as "a=1,b=2" set, as text."""
     values: dict[str, str] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
+    for pair in filter(None, (part.strip() for part in ",".join(texts).split(","))):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in READERS:
             expected = f"FIELD=VALUE with {_names(name)}"

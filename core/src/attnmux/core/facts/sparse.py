@@ -54,19 +54,10 @@ def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
 
 def check_decidable(asked: Any) -> None:  # noqa: ANN401  # as above
     """Raise InvalidInput for chosen pages if the page size or dtype is open, and for a budget that
-    `check_budget` refuses."""
+    is not so many whole pages, or too few."""
     if asked.sparse is None:
         return
-    check_budget(asked.sparse_budget, asked.page_size or 0)
-    if asked.dtype is None:
-        expected = "the model's dtype: pages are chosen in a KV cache of the same"
-        raise InvalidInput("dtype", got=None, expected=expected)
-
-
-def check_budget(budget: int | None, page_size: int) -> None:
-    """Raise InvalidInput for a budget in tokens that is not so many whole pages, or too few."""
-    if budget is None:
-        return
+    page_size, budget = asked.page_size or 0, asked.sparse_budget
     if page_size < 2:
         expected = "pages of 2 tokens or more, which share their bounds"
         raise InvalidInput("page_size", got=page_size or None, expected=expected)
@@ -74,3 +65,6 @@ def check_budget(budget: int | None, page_size: int) -> None:
     if budget % page_size or budget < least:
         expected = f"a multiple of {page_size}, the page size, from {least}"
         raise InvalidInput("sparse_budget", got=budget, expected=expected)
+    if asked.dtype is None:
+        expected = "the model's dtype: pages are chosen in a KV cache of the same"
+        raise InvalidInput("dtype", got=None, expected=expected)

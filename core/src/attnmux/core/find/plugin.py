@@ -36,7 +36,9 @@ class PluginFailure(Plain):
     traceback: str = ""
 
     def __str__(self) -> str:
-        source = f"{self.distribution} {self.version}".strip()
+        from attnmux.core.facts.libraries import release  # noqa: PLC0415  # not in the child
+
+        source = release(self.distribution, self.version)
         return f"plugin {self.plugin} ({source or 'of no distribution'}): {self.error}"
 
 
@@ -61,6 +63,12 @@ class Plugin(NamedTuple):
     @property
     def name(self) -> str:
         return self.point.name
+
+    @property
+    def release(self) -> str:
+        from attnmux.core.facts.libraries import release  # noqa: PLC0415  # not in the child
+
+        return release(self.distribution, self.version)
 
     @property
     def key(self) -> str:

@@ -10,7 +10,7 @@ from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.shortcomings import admits_any
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.libraries import Libraries, assumed
+from attnmux.core.facts.libraries import Libraries, assumed, release
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.questions import Question
@@ -129,8 +129,8 @@ def evidence_of(
         except InvalidInput as error:
             problems.append(f"figures of {offer.distribution} are left out: {error}")
             continue
-        who = f"{offer.distribution or offer.plugin} {offer.version}".strip()
         holding = content.counting(platform, admitted, known)
+        who = release(offer.distribution or offer.plugin, offer.version)
         shipped.append((content, holding, f"measured on {content.device.name} by {who}"))
     return Evidence(
         offers={each.address: each for each in offers},

@@ -23,7 +23,6 @@ from attnmux.core.adapters.pools_and_rows import LatentRows as LatentRows
 from attnmux.core.adapters.pools_and_rows import Rows as Rows
 from attnmux.core.adapters.rehearsal import rehearse as rehearse
 from attnmux.core.adapters.rehearsal import rehearse_convolutions as rehearse_convolutions
-from attnmux.core.adapters.rehearsal import smallest_batches as smallest_batches
 from attnmux.core.adapters.shared_kernels import shared_kernel as shared_kernel
 from attnmux.core.adapters.shared_kernels import with_shared_kernels as with_shared_kernels
 from attnmux.core.adapters.waiting import elapsed_shown as elapsed_shown
@@ -75,7 +74,6 @@ from attnmux.core.facts.files import Files as Files
 from attnmux.core.facts.launches import Job as Job
 from attnmux.core.facts.launches import Trial as Trial
 from attnmux.core.facts.libraries import installed_version as installed_version
-from attnmux.core.facts.sparse import check_budget as check_budget
 from attnmux.core.facts.values import OptionValue as OptionValue
 from attnmux.core.find.hooks import hookimpl as hookimpl
 from attnmux.core.find.visibility import visible_devices as visible_devices

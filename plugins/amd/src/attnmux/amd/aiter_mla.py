@@ -219,10 +219,7 @@ class AiterMLABackend(
             if layer.rows is None:
                 raise call.layer.not_in_pool()
             return layer.rows, LibraryBackend.filled(step.cached)[layer.group]
-        if call.k is None or call.k_rope is None:
-            raise call.layer.not_in_pool()
-        call.check_keys_dtype(call.k, call.k_rope)
-        rows = LatentRows.joined(call.k, call.k_rope).unsqueeze(1)
+        rows = LatentRows.joined(*call.own_keys(call.k_rope)).unsqueeze(1)
         numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         return rows, SlotLists(indptr=step.tables.query_bounds(rows.device), indices=numbers)
 

@@ -187,14 +187,10 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
 
     def _over_own_keys(self, call: AttentionCall, step: LatentStep) -> torch.Tensor:
         """The call's K are all keys: they are copied to pages."""
-        if call.k is None or call.k_rope is None:
-            raise call.layer.not_in_pool()
-        if call.k.dtype != call.q.dtype or call.k_rope.dtype != call.q.dtype:
-            got = f"{call.k.dtype} and {call.k_rope.dtype}"
-            raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")
+        own_keys = call.own_keys(call.k_rope)
         chunks = self._chunks(replace(step.lens, keys=step.lens.new))
         count = step.lens.num_queries
-        rows = torch.cat([call.k[:count], call.k_rope[:count]], dim=-1).squeeze(1)
+        rows = torch.cat([rows[:count] for rows in own_keys], dim=-1).squeeze(1)
         page_size = self.context.token_to_kv_pool.page_size
         return self._extend(call, chunks.filled(rows, page_size), chunks)
 

@@ -153,10 +153,8 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeB
         """Arguments that say where K and V are."""
         lens = step.lens
         if call.has_own_kv:
-            if call.k is None or call.v is None:
-                raise call.layer.not_in_pool()
-            call.check_keys_dtype(call.k, call.v)
-            k, v = (rows[: lens.num_queries].contiguous() for rows in (call.k, call.v))
+            own_keys = call.own_keys(call.v)
+            k, v = (rows[: lens.num_queries].contiguous() for rows in own_keys)
             return {"key": k, "value": v, "actual_seq_kvlen": lens.bounds}
         if layer.group is None or layer.kv is None:
             raise call.layer.not_in_pool()

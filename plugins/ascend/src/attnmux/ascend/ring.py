@@ -151,13 +151,11 @@ class AscendRingBackend(LibraryBackend[NPUKernels, RingLayer, RingStep, None]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K [m, H, 192] and V [m, H, Dv] of a part."""
         if call.has_own_kv:
-            if call.k is None or call.v is None:
-                raise call.layer.not_in_pool()
-            call.check_keys_dtype(call.k, call.v)
+            k, v = call.own_keys(call.v)
             if part.places is not None:
-                return call.k[part.places], call.v[part.places]
+                return k[part.places], v[part.places]
             total = sum(part.lens)
-            return call.k[:total], call.v[:total]
+            return k[:total], v[:total]
         if layer.kv is None:
             raise call.layer.not_in_pool()
         slots = self.context.token_to_kv_pool.translate(step.slots[part], call.layer.layer_id)

@@ -209,9 +209,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
         is_latent, rank = call.layer.kind == "mla", call.layer.v_head_dim
         second = call.k_rope if is_latent else call.v
         if call.k is not None and second is not None:
-            if call.k.dtype != call.q.dtype or second.dtype != call.q.dtype:
-                got = f"{call.k.dtype} and {second.dtype}"
-                raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")
+            call.check_keys_dtype(call.k, second)
             if not is_latent:
                 return call.k, second
             rows = torch.cat([call.k, second], dim=-1)

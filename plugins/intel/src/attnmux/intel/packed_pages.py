@@ -96,11 +96,8 @@ class PackedPagesBackend(PackedBackend[K]):
         self, call: AttentionCall, layer: PagedLayer, step: PackedStep, requests: PackedRequests
     ) -> tuple[Keys, tuple[torch.Tensor, ...]]:
         if call.has_own_kv:
-            if call.k is None or call.v is None:
-                raise call.layer.not_in_pool()
-            call.check_keys_dtype(call.k, call.v)
             page_size = self.context.token_to_kv_pool.page_size
-            return requests.own_pages(page_size, page_size, call.k, call.v)
+            return requests.own_pages(page_size, page_size, *call.own_keys(call.v))
         if layer.group is None or layer.kv is None:
             raise call.layer.not_in_pool()
         return requests.keys(LibraryBackend.filled(step.keys)[layer.group]), layer.kv

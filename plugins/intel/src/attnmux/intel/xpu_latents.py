@@ -82,12 +82,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
         self, call: AttentionCall, layer: LatentLayer, step: PackedStep, requests: PackedRequests
     ) -> tuple[Keys, torch.Tensor]:
         if call.has_own_kv:
-            if call.k is None or call.k_rope is None:
-                raise call.layer.not_in_pool()
-            if call.k.dtype != call.q.dtype or call.k_rope.dtype != call.q.dtype:
-                got = f"{call.k.dtype} and {call.k_rope.dtype}"
-                raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")
-            rows = torch.cat([call.k, call.k_rope], dim=-1).squeeze(1)
+            rows = torch.cat(call.own_keys(call.k_rope), dim=-1).squeeze(1)
             page_size = self.context.token_to_kv_pool.page_size
             keys, (pages,) = requests.own_pages(page_size, KEY_TILE, rows)
             return keys, pages

@@ -59,7 +59,6 @@ LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
     "--request",
     "fields",
     multiple=True,
-    callback=lambda _context, _option, texts: ",".join(texts),
     help="Only what serves a request: FIELD=VALUE,…; repeatable.",
 )
 @click.option(
@@ -76,7 +75,7 @@ def matrix(
     as_json: bool,
     backends: tuple[str, ...],
     platform: str | None,
-    fields: str | None,
+    fields: tuple[str, ...],
     by: str,
     as_markdown: bool,
 ) -> None:
@@ -87,7 +86,7 @@ def matrix(
     asked = [offer.address for name in backends for offer in offers_named(name, offers)]
     named = [offer for offer in offers if not backends or offer.address in asked]
     device = None if platform is None else machine(run, settings, plugins, platform)
-    request = Request.parse(fields) if fields else None
+    request = Request.parse(*fields) if any(fields) else None
     rows = rows_of(narrowed(named, request, device), device)
     if as_json:
         run.echo_json(

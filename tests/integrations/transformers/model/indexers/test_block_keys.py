@@ -87,7 +87,7 @@ def step(table, mode, spans):
 )
 def test_tokens_see_whole_blocks(drawn, monkeypatch, page_size, has_kernel, captured, topk):
     monkeypatch.setattr(
-        "attnmux.transformers.model.sparse.compressed_keys.SCORES_AT_ONCE",
+        "attnmux.transformers.model.sparse.picks.SCORES_AT_ONCE",
         drawn.choice((1, 300, 1 << 26)),
     )
     monkeypatch.setattr(

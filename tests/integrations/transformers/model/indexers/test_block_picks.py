@@ -26,11 +26,11 @@ def drawn(record_property) -> random.Random:
 @pytest.mark.parametrize("captured", [False, True])
 def test_picks_are_the_best_blocks(drawn, captured, monkeypatch):
     monkeypatch.setattr(
-        "attnmux.transformers.model.sparse.block_picks.KEYS_AT_ONCE",
+        "attnmux.transformers.model.sparse.picks.KEYS_AT_ONCE",
         drawn.choice((1, 400, 1 << 26)),
     )
     monkeypatch.setattr(
-        "attnmux.transformers.model.sparse.block_picks.SCORES_AT_ONCE",
+        "attnmux.transformers.model.sparse.picks.SCORES_AT_ONCE",
         drawn.choice((1, 300, 1 << 26)),
     )
     heads, size, topk = drawn.choice((1, 3)), drawn.choice((3, 4, 16)), drawn.choice((2, 4))
@@ -95,7 +95,7 @@ def test_picks_are_the_best_blocks(drawn, captured, monkeypatch):
 def test_picks_are_the_best_whole_blocks(drawn, captured, monkeypatch):
     """By a key for each: here the product of what is kept of its tokens."""
     monkeypatch.setattr(
-        "attnmux.transformers.model.sparse.block_picks.KEYS_AT_ONCE",
+        "attnmux.transformers.model.sparse.picks.KEYS_AT_ONCE",
         drawn.choice((1, 400, 1 << 26)),
     )
     heads, size, topk = drawn.choice((1, 2)), drawn.choice((1, 3, 4)), drawn.choice((2, 3, 5))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from attnmux.core import InvalidInput
 from attnmux.transformers import CompressedKeys, Engine, ModelProposer, NgramProposer, SequenceState
 from attnmux.transformers.load.checkpoint import quiet_transformers
-from attnmux.transformers.model.sparse import compressed_keys
+from attnmux.transformers.model.sparse import picks as picking
 from attnmux.transformers.model.sparse.compressors import Compressors
 
 PICKED, NEW = 12, 8
@@ -173,10 +173,8 @@ def test_all_that_a_layer_sees_matters_to_the_text(
     elif spoilt == "keys":
         monkeypatch.setattr(CompressedKeys, "attend", lambda *args, **kwargs: None)
     else:
-        best = compressed_keys.best_keys
-        monkeypatch.setattr(
-            compressed_keys, "best_keys", lambda scores, *args: best(-scores, *args)
-        )
+        best = picking.best_keys
+        monkeypatch.setattr(picking, "best_keys", lambda scores, *args: best(-scores, *args))
     found = logits_of(runner, ids)
     assert float((found - expected).abs().max() / expected.std()) > 0.1
 

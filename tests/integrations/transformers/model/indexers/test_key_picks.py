@@ -9,9 +9,9 @@ import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 from attnmux.transformers import IndexKPool, KeyPicker
-from attnmux.transformers.model.sparse import key_picks
+from attnmux.transformers.model.sparse import picks as picking
 from attnmux.transformers.model.sparse.index_pool import hadamard
-from attnmux.transformers.model.sparse.scores import index_scores
+from attnmux.transformers.model.sparse.ranking import index_scores
 
 HEADS, DIM, TOPK, WIDTH = 20, 16, 6, 48  # of few heads, many keys have the same score, 0
 
@@ -99,7 +99,7 @@ def test_drafts_of_a_chain_see_those_before_them() -> None:
 
 
 def test_scores_are_made_a_few_at_a_time(monkeypatch) -> None:
-    monkeypatch.setattr(key_picks, "SCORES_AT_ONCE", 2 * HEADS * 30)
+    monkeypatch.setattr(picking, "SCORES_AT_ONCE", 2 * HEADS * 30)
     sequences = Sequences([WIDTH] * 2)
     spans = [(0, 33), (0, 14)]
     sequences.check(spans, sequences.step(spans, ForwardMode.EXTEND))

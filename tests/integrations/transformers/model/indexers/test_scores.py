@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.model.sparse.scores import best_keys, index_scores
+from attnmux.transformers.model.sparse.ranking import best_keys, index_scores
 
 
 def scores_by_loops(q, k, weights, position: int) -> list[float]:

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
 from attnmux.transformers import recall
-from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.draft.model import ModelProposer, most_nodes
 from attnmux.transformers.draft.proposers import NgramProposer, Proposer
 from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.load.eagle_files import head_folder, hidden_layers, load_head
-from attnmux.transformers.load.options import RunnerOptions
-from attnmux.transformers.run.ranks import ONE_RANK
+from attnmux.transformers.model.eagle_head import EagleHead
+from attnmux.transformers.options import RunnerOptions
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.run.runner import ModelRunner
 
 NGRAM = "ngram"

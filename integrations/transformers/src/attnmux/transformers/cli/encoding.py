@@ -19,8 +19,7 @@ from attnmux.transformers.load.checkpoint import (
     auto_classes,
     quiet_transformers,
 )
-from attnmux.transformers.load.image_files import ImageProcessor
-from attnmux.transformers.load.sounds import SoundReader
+from attnmux.transformers.load.media import ImageProcessor, SoundReader
 from attnmux.transformers.load.tokenization import encode_prompts
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.run.runner import ModelRunner

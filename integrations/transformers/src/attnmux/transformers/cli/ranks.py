@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from attnmux.core import InvalidInput, NoBackend, RankError
 from attnmux.core.verbs import Run
 from attnmux.transformers.cli.drafts import Drafting
-from attnmux.transformers.run.ranks import ONE_RANK, Ranks
+from attnmux.transformers.ranks import ONE_RANK, Ranks
 
 OF_THE_MODEL = ("tp", "pcp", "dp_attention")
 """Arguments of errors that every rank raises, since the model cannot be split."""

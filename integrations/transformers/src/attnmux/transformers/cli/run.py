@@ -37,14 +37,14 @@ from attnmux.transformers.cli.options import Answering, Options, Watching
 from attnmux.transformers.cli.output import Printer, as_dict, closing_line
 from attnmux.transformers.cli.prompts import UserPrompt
 from attnmux.transformers.cli.ranks import only_first
-from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.engine.engine import Engine
 from attnmux.transformers.engine.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.load.generation_config import ignored_sampling
 from attnmux.transformers.load.load_runner import load_head_runner, load_runner
 from attnmux.transformers.load.model_request import stated_request
-from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.model.eagle_head import EagleHead
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.run.runner import ModelRunner
 

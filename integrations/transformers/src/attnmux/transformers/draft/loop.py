@@ -18,12 +18,13 @@ from attnmux.core import (
     GraphRunner,
     ModelInput,
 )
-from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree
+from attnmux.parts import DraftTree
 from attnmux.transformers.draft.branch_rows import BranchRows
 from attnmux.transformers.draft.paths import DraftCandidates, DraftPaths
 from attnmux.transformers.draft.steps import MultiStepDraftBackend
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState
+from attnmux.transformers.run.step_runner import TreeKernels
 
 INPUTS = {
     "tokens": ModelInput(dtype=torch.int64),
@@ -175,32 +176,6 @@ class DraftLoop:
         """
         sources = slots.gather(1, before.unsqueeze(2).expand_as(slots))
         self._model.steps.move(sources.flatten(), slots.flatten())
-
-
-class TreeKernels(Protocol):
-    """A plugin's shared kernel `draft_trees`. Nothing synchronises, so that graphs can hold it."""
-
-    def build(
-        self,
-        roots: torch.Tensor,
-        scores: torch.Tensor,
-        tokens: torch.Tensor,
-        parents: torch.Tensor,
-        draft_token_num: int,
-        *,
-        topk: int,
-    ) -> DraftTree:
-        """Like `DraftTree.best_of`, for trees with branches and float32 scores. The tree has its
-        `levels`."""
-
-    def sample(
-        self,
-        tree: DraftTree,
-        probs: torch.Tensor,
-        coins: torch.Tensor,
-        thresholds: AcceptThresholds | None = None,
-    ) -> AcceptedDrafts:
-        """See `sample_tree_target_only`."""
 
 
 def drafted_tree(

@@ -21,9 +21,9 @@ from attnmux.core import (
 from attnmux.parts import DraftTree
 from attnmux.transformers.draft.loop import DraftLoop, DraftModel, drafted_tree
 from attnmux.transformers.draft.paths import DraftCandidates, likeliest
-from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState, Step
+from attnmux.transformers.run.step_runner import StepRunner
 
 CATCH_UP_TOKENS = 8192
 """The most tokens of a step in which the draft model reads new tokens."""

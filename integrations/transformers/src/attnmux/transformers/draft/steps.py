@@ -15,6 +15,7 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
 )
+from attnmux.core.plugin import FixedTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,12 +31,6 @@ class _StepTensors:
     """int64"""
 
     @classmethod
-    def buffers(cls, num_steps: int, max_bs: int, device: torch.device) -> _StepTensors:
-        """At fixed addresses, for up to max_bs rows."""
-        slots = torch.zeros((num_steps, max_bs), dtype=torch.int64, device=device)
-        return cls(lens=slots.int(), slots=slots, positions=slots.clone())
-
-    @classmethod
     def of(cls, batch: ForwardBatch, num_steps: int) -> _StepTensors:
         order = torch.arange(num_steps, dtype=torch.int32, device=batch.seq_lens.device)
         by_row = batch.batch_size, num_steps
@@ -43,19 +38,6 @@ class _StepTensors:
             lens=batch.seq_lens + order.unsqueeze(1),
             slots=batch.out_cache_loc.view(by_row).t().contiguous(),
             positions=batch.positions.view(by_row).t().contiguous(),
-        )
-
-    def fits(self, num_steps: int, num_rows: int) -> bool:
-        steps, rows = self.lens.shape
-        return num_steps <= steps and num_rows <= rows
-
-    def copy(self, other: _StepTensors) -> _StepTensors:
-        """The other's values at the front of each of these rows."""
-        steps, rows = other.lens.shape
-        return _StepTensors(
-            lens=self.lens[:steps, :rows].copy_(other.lens),
-            slots=self.slots[:steps, :rows].copy_(other.slots),
-            positions=self.positions[:steps, :rows].copy_(other.positions),
         )
 
 
@@ -66,7 +48,7 @@ class MultiStepDraftBackend(DispatchingBackend):
     before the first. The batch to prepare is a DECODE batch with the tokens of all n steps:
     `req_pool_indices` [R], `seq_lens` [R] of the first step, its token included, and
     `out_cache_loc` and `positions` [R * n], those of a row together. `steps` then has the batch of
-    each step, whose calls go to `child(i)`.
+    each step, whose calls go to `children[i]`.
     """
 
     def __init__(
@@ -91,11 +73,7 @@ class MultiStepDraftBackend(DispatchingBackend):
                 raise InvalidInput("make", got="a backend of another context", expected=expected)
         self.steps: tuple[ForwardBatch, ...] = ()
         """The batches of the prepared steps."""
-        self._buffers: list[_StepTensors] = []
-
-    def child(self, step: int) -> AttentionBackend:
-        """The backend of a step, counted from 0."""
-        return self.children[step]
+        self._tensors = FixedTensors()
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         """The child of one of `steps`. Raises InvalidInput for another batch."""
@@ -107,10 +85,9 @@ class MultiStepDraftBackend(DispatchingBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for child in self.children:
             child.init_cuda_graph_state(max_bs, max_bs)
-        num_steps = len(self.children)
-        if not any(buffer.fits(num_steps, max_bs) for buffer in self._buffers):
-            buffers = _StepTensors.buffers(num_steps, max_bs, self.context.device)
-            self._buffers.append(buffers)
+        shape = (len(self.children), max_bs)
+        slots = torch.zeros(shape, dtype=torch.int64, device=self.context.device)
+        self._tensors.add(lens=slots.int(), slots=slots, positions=slots.clone())
 
     def parts(
         self, batch: ForwardBatch, *, eager: bool
@@ -129,9 +106,7 @@ class MultiStepDraftBackend(DispatchingBackend):
             got = f"{num_tokens} slots for {num_rows} rows"
             expected = f"as many for each, from 1 to {len(self.children)}"
             raise InvalidInput("out_cache_loc", got=got, expected=expected)
-        values = _StepTensors.of(batch, num_steps)
-        room = next((buffer for buffer in self._buffers if buffer.fits(num_steps, num_rows)), None)
-        values = values if room is None else room.copy(values)
+        values = self._tensors.holding(_StepTensors.of(batch, num_steps))
         lens_cpu, total = batch.seq_lens_cpu, batch.seq_lens_sum
         return tuple(
             ForwardBatch(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from attnmux.transformers.engine.execution import Execution, Launched
 from attnmux.transformers.engine.outputs import OutputQueue
-from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import PrefixCache
-from attnmux.transformers.engine.request import LiveRequest
+from attnmux.transformers.engine.request import LiveRequest, Plan
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
 from attnmux.transformers.run.stats import EngineStats, Laps
@@ -37,10 +36,6 @@ class Accounts:
         self.has_ended = False
         """Whether a request in `live` has ended."""
         self.outputs = OutputQueue()
-
-    def step(self, plan: Plan, laps: Laps) -> RunningStep:
-        """A block that runs a step."""
-        return RunningStep(self, plan, laps)
 
     def reset(self) -> None:
         """Forget every request and output, and free all memory."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from attnmux.transformers.engine.outputs import OutputQueue
-from attnmux.transformers.engine.plan import Plan
-from attnmux.transformers.engine.request import FinishReason, LiveRequest
+from attnmux.transformers.engine.request import FinishReason, LiveRequest, Plan
 from attnmux.transformers.requests.sampling import NOT_A_NUMBER
 from attnmux.transformers.run.stats import EngineStats
 

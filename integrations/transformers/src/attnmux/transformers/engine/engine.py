@@ -11,27 +11,28 @@ from transformers import PreTrainedTokenizerBase
 from attnmux.core import InvalidInput, PoolExhausted
 from attnmux.parts import AcceptThresholds, DraftTree
 from attnmux.transformers.draft.proposers import Proposer
-from attnmux.transformers.engine.accounts import Accounts
+from attnmux.transformers.engine.acceptance import Verification
+from attnmux.transformers.engine.accounts import Accounts, RunningStep
 from attnmux.transformers.engine.delivery import Delivery
-from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
-from attnmux.transformers.engine.plan import Plan
+from attnmux.transformers.engine.execution import Execution, Launched
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
     GenerationResult,
     LiveRequest,
     OnText,
+    Plan,
     TokenOutput,
     check_request,
 )
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
-from attnmux.transformers.engine.verification import Verification
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sampling import Sampler
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.requests.text import TextStream, read_ids
 from attnmux.transformers.run.stats import EngineStats, Laps
+from attnmux.transformers.run.step_runner import StepRunner
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step. Longer prompts run in chunks, which bounds the activations and the
@@ -281,7 +282,7 @@ class Engine:
                 laps.lap("schedule")
                 if plan is not None:
                     drafts = self._draft(plan, laps)
-                    with accounts.step(plan, laps) as running:
+                    with RunningStep(accounts, plan, laps) as running:
                         self.runner.ranks.steps.check_step(plan.kind, plan.told)
                         step: Launched | Verification
                         if self._speculation is not None and drafts is not None:

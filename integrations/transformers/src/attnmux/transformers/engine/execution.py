@@ -2,64 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from attnmux.core import ForwardMode, GraphRunner
-from attnmux.transformers.draft.loop import TreeKernels
-from attnmux.transformers.engine.plan import Plan
-from attnmux.transformers.requests.batching import StepBuilder
+from attnmux.core import ForwardMode
+from attnmux.transformers.engine.request import Plan
+from attnmux.transformers.ranks import ONE_RANK, Synchronises
 from attnmux.transformers.requests.decode_batch import DecodeBatch
-from attnmux.transformers.requests.logprobs import Logprobs
-from attnmux.transformers.requests.sampling import Draws, Sampler, Upcoming, sample
+from attnmux.transformers.requests.sampling import Draws, Logprobs, Sampler, sample, upcoming
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import Step
-from attnmux.transformers.run.ranks import ONE_RANK, Ranks, Synchronises
 from attnmux.transformers.run.stats import Laps
+from attnmux.transformers.run.step_runner import StepRunner
 
 GREEDY = Sampler(SamplingParams())
-
-
-class StepRunner(Protocol):
-    """A model as an engine uses it; `ModelRunner` is one."""
-
-    @property
-    def steps(self) -> StepBuilder: ...
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether a request's logits must not depend on the other requests."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that run the model, each with an engine of the same requests, or of its own
-        part of them."""
-
-    @property
-    def verify_graphs(self) -> GraphRunner | None:
-        """The graphs of steps that verify drafts; None if these run eagerly. Trees are padded to
-        their number of tokens."""
-
-    @property
-    def tree_kernels(self) -> TreeKernels | None:
-        """The device's kernels for draft trees; None leaves them to plain operations."""
-
-    def check_drafts(self, topk: int) -> None:
-        """Raise InvalidInput unless steps verify drafts of up to `topk` branches."""
-
-    def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
-        """The logits [n, vocabulary] after the step's tokens at `indices` [n] int64.
-
-        laps: its time goes to "metadata" and "launch".
-        """
-
-    def idle(self) -> bool:
-        """Run a step without requests, for other ranks that have some. Returns False if no rank
-        has any."""
 
 
 class Launched:
@@ -155,7 +110,5 @@ class Execution:
 def _draws(plan: Plan, place: int) -> list[Draws]:
     """How each of `plan.requests` is sampled, so many tokens later; empty if no request draws."""
     samplers = [request.sampler for request in plan.sampled]
-    if all(sampler.draws_by is None for sampler in samplers):
-        return []
-    draws: list[Draws] = [Upcoming(sampler, place) for sampler in samplers]
-    return draws + [GREEDY] * (len(plan.requests) - len(draws))
+    draws = upcoming(samplers, [[place]] * len(samplers))
+    return draws and draws + [GREEDY] * (len(plan.requests) - len(draws))

@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 
 from attnmux.core import InvalidInput, PoolExhausted
 from attnmux.transformers.requests.batching import StepBuilder
-from attnmux.transformers.requests.logprobs import TokenLogprobs
 from attnmux.transformers.requests.prefixes import PrefixNode
 from attnmux.transformers.requests.prompt_images import PromptImages, check_prompt_images
-from attnmux.transformers.requests.sampling import Sampler
+from attnmux.transformers.requests.sampling import Sampler, TokenLogprobs
 from attnmux.transformers.requests.sequence import SequenceState, check_encoder_len
 from attnmux.transformers.requests.text import TextStream, check_prompt
+from attnmux.transformers.run.stats import Kind
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -151,3 +151,37 @@ def check_request(
             available=size,
             hint="ask for fewer new tokens, shorten the prompt, or make the KV pool larger",
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One step: one token of every decoding request, and chunks of prompts."""
+
+    decoding: list[LiveRequest]
+    chunks: list[tuple[LiveRequest, int]]
+    """Requests with the number of pending tokens to run. Those that run all of them come first."""
+    sampled: list[LiveRequest]
+    """The requests that get a next token. They come first in the step."""
+
+    @property
+    def kind(self) -> Kind:
+        if not self.chunks:
+            return "decode"
+        return "mixed" if self.decoding else "extend"
+
+    @property
+    def requests(self) -> list[LiveRequest]:
+        return self.decoding + [request for request, _ in self.chunks]
+
+    def told(self) -> list[tuple[int, ...]]:
+        """Numbers of each request that tell one step from another: its id, its tokens and the last
+        of them, and those with K and V."""
+        states = [(request.id, request.state) for request in self.requests]
+        return [
+            (number, len(state.token_ids), state.token_ids[-1], state.num_cached)
+            for number, state in states
+        ]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(count for _, count in self.chunks)

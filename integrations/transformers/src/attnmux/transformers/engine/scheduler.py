@@ -7,9 +7,8 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import PrefixCache
-from attnmux.transformers.engine.request import LiveRequest
+from attnmux.transformers.engine.request import LiveRequest, Plan
 from attnmux.transformers.requests.prefixes import PrefixMatch
 from attnmux.transformers.run.stats import EngineStats
 

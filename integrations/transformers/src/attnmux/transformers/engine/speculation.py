@@ -13,13 +13,17 @@ from attnmux.transformers.draft.pace import DraftPace
 from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.draft.verify_rows import VerifyRows
 from attnmux.transformers.draft.verify_step import VerifyStep
-from attnmux.transformers.engine.acceptance import HostTrees, followed_paths, sampled_paths
-from attnmux.transformers.engine.execution import StepRunner
+from attnmux.transformers.engine.acceptance import (
+    HostTrees,
+    Verification,
+    followed_paths,
+    sampled_paths,
+)
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
-from attnmux.transformers.engine.verification import Verification
-from attnmux.transformers.requests.sampling import Draws, Upcoming, sample
+from attnmux.transformers.requests.sampling import sample, upcoming
 from attnmux.transformers.run.stats import EngineStats, Laps
+from attnmux.transformers.run.step_runner import StepRunner
 
 LOOKAHEAD = 32
 """Tokens for which requests get slots in addition to those of their drafts: most steps then take
@@ -124,7 +128,8 @@ class Speculation:
             self._rows, tree = step.rows, step.tree
             laps.lap("allocate")
             logits = runner.forward(step.step, step.step.last_indices, laps)
-            draws = _draws(requests, tree)
+            samplers = [request.sampler for request in requests]
+            draws = upcoming(samplers, tree.depths.tolist())
             if draws and not self._accept.exact:
                 answer = partial(sampled_paths, tree, logits, draws, self._accept, self._sample)
             else:
@@ -202,16 +207,3 @@ def _check_states(proposer: Proposer, states: LinearStatePool) -> None:
         got = f"drafts of {num} tokens, for linear layers with states of {most}"
         expected = f"a runner with RunnerOptions.draft_tokens={num}, or shorter drafts"
         raise InvalidInput("drafts", got=got, expected=expected)
-
-
-def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:
-    """How each node is sampled; empty if no request draws."""
-    samplers = [request.sampler for request in requests]
-    if all([sampler.draws_by is None for sampler in samplers]):
-        return []
-    places = [
-        Upcoming(sampler, depth)
-        for sampler, depths in zip(samplers, tree.depths.tolist(), strict=True)
-        for depth in depths
-    ]
-    return list(places)

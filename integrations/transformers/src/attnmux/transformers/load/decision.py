@@ -17,7 +17,7 @@ from attnmux.core import (
 )
 from attnmux.parts import expanded_request
 from attnmux.transformers.load.model_request import without_indexer
-from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.options import RunnerOptions
 
 SPARSE_PAGE_SIZE = 16
 """Tokens that share their bounds: those of Quest's paper."""

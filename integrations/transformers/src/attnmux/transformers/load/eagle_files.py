@@ -28,10 +28,10 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.draft.eagle_head import Eagle3Head, EagleHead
 from attnmux.transformers.load.checkpoint import at_home, quiet_transformers
 from attnmux.transformers.load.quantised import check_method, check_scales
 from attnmux.transformers.model.attention import SERVED
+from attnmux.transformers.model.eagle_head import Eagle3Head, EagleHead
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 
 WEIGHTS = "model.safetensors"

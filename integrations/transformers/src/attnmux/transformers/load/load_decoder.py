@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,6 @@ from attnmux.core import (
 )
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.decision import decide_first, stated_ways, without
-from attnmux.transformers.load.making import make_runner
 from attnmux.transformers.load.model_request import (
     check_against_config,
     folder_of,
@@ -27,21 +27,44 @@ from attnmux.transformers.load.model_request import (
     stored_scheme,
     with_kept_dtype,
 )
-from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model
 from attnmux.transformers.model.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.model.asked import latent_request, request_of
 from attnmux.transformers.model.attention import SERVED, set_attention
 from attnmux.transformers.model.dual_chunks import DualChunks
+from attnmux.transformers.model.hidden_states import HiddenStates
+from attnmux.transformers.model.images.capture import ImageReader
 from attnmux.transformers.model.layers import record_layers
 from attnmux.transformers.model.mixers.mixer import Mixer
 from attnmux.transformers.model.mixers.mixers import Mixers
+from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.model.part import ModelPart, part_of
-from attnmux.transformers.model.parts import parts_of
-from attnmux.transformers.model.sparse.compressors import check_blocks
+from attnmux.transformers.model.sparse.compressors import Compressors, check_blocks
+from attnmux.transformers.model.sparse.indexers import Indexers
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.pools import bytes_per_token
+from attnmux.transformers.run.memory import ServedModel
 from attnmux.transformers.run.runner import ModelRunner
+
+
+def make_runner(
+    model: PreTrainedModel | PackedDecoder,
+    layers: Sequence[LayerSpec],
+    decision: Decision,
+    options: RunnerOptions,
+    parts: Sequence[ModelPart] = (),
+) -> ModelRunner:
+    """The runner of `model`, whose recorded `layers` run on the decided backend.
+
+    parts: those of the model, bound. Raises as `ModelRunner` does.
+    """
+    if options.check is not None:
+        options.check(decision)
+    if not isinstance(model, PackedDecoder):
+        options = replace(options, max_encoder_len=None)
+    served = ServedModel(module=model, layers=layers, parts=parts)
+    return ModelRunner(served, decision, options)
 
 
 def load_decoder(
@@ -196,3 +219,21 @@ def _warn_if_expanded(
             "or only as a last resort, which mla=absorbed takes"
         )
     warn(f"the model runs expanded, with {takes} a token: {reason}")
+
+
+KINDS: tuple[type[ModelPart], ...] = (
+    Mixers,
+    Indexers,
+    Compressors,
+    HiddenStates,
+    DualChunks,
+    ImageReader,
+)
+
+
+def parts_of(model: PreTrainedModel, options: RunnerOptions) -> tuple[ModelPart, ...]:
+    """The parts of a loaded model, bound. Raises InvalidInput as `ModelPart.find` does."""
+    parts = tuple(part for kind in KINDS if (part := kind.find(model, options)) is not None)
+    for part in parts:
+        part.bind()
+    return parts

@@ -15,7 +15,6 @@ from attnmux.core import (
     Platform,
     make_first,
 )
-from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.load.checkpoint import LOADING, Checkpoint
 from attnmux.transformers.load.context_limit import (
     check_context,
@@ -23,18 +22,18 @@ from attnmux.transformers.load.context_limit import (
     with_long_factors,
 )
 from attnmux.transformers.load.decision import decide, without
-from attnmux.transformers.load.load_decoder import load_decoder
-from attnmux.transformers.load.making import make_runner
+from attnmux.transformers.load.load_decoder import load_decoder, make_runner
 from attnmux.transformers.load.model_request import folder_of, stored_scheme, with_kept_dtype
-from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model, warn_in_python
 from attnmux.transformers.model.asked import request_of
+from attnmux.transformers.model.eagle_head import EagleHead
 from attnmux.transformers.model.encoder_decoder import record_decoder
 from attnmux.transformers.model.encoder_decoder_attention import numbers_by_name
 from attnmux.transformers.model.hidden_states import HiddenStates
 from attnmux.transformers.model.layers import record_layers
 from attnmux.transformers.model.packed_decoder import PackedDecoder
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.run.runner import ModelRunner
 
 
@@ -69,10 +68,10 @@ def load_runner(
     if options.deterministic:
         # Absorbed products have a row a token, and a pool of windows cuts prompts by what is free
         options = replace(options, mla="expanded", window_step_tokens=None)
-    load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
     options = replace(options, launches=options.ranks.building.launches(options.launches))
     with LOADING:
+        load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
         runner = load(checkpoint, platform, offers, options, progress, warn)
         hint = Chooser.dtype_hint(runner.decision, offers, options.policy)
         if hint and options.dtype is None:
@@ -164,14 +163,11 @@ def _load_encoder_decoder(
         layers = with_kv_scales(layers, folder, warn, numbers_by_name(model))
     request = request_of(layers, dtype)
     request = request.replace(origin="model", kv_dtype=scheme, lse=decoder.joins_attention)
-    max_encoder_len = (
-        options.max_encoder_len or checkpoint.max_encoder_len or options.max_context_len
-    )
+    longest = options.max_encoder_len or checkpoint.max_encoder_len or options.max_context_len
+    options = replace(options, max_encoder_len=longest)
     return make_first(
         lambda failed: decide(request, platform, offers, without(failed, options)),
-        lambda decision: make_runner(
-            decoder, layers, decision, options, max_encoder_len=max_encoder_len
-        ),
+        lambda decision: make_runner(decoder, layers, decision, options),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
 

@@ -17,7 +17,7 @@ from attnmux.core import (
 )
 from attnmux.parts import expanded_request
 from attnmux.transformers.load.checkpoint import Checkpoint
-from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.options import RunnerOptions
 
 
 def with_kept_dtype(

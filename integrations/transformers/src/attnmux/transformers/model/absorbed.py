@@ -25,15 +25,11 @@ from attnmux.core import ForwardContext, LayerSpec, RadixAttention, UpProjection
 from attnmux.transformers.model.attention import SERVED, check_recorded, refuse_mask
 from attnmux.transformers.model.layer_call import LayerCall, read_call, traced_layer_id
 from attnmux.transformers.model.mixers.mixer import Mixer
-from attnmux.transformers.model.probe import Probe, Recorder
+from attnmux.transformers.model.probe import Probe, Recorder, are_alike
 from attnmux.transformers.model.repeated import has_numbered_calls
 
 ABSORBED = "attnmux_absorbed"
 """The attention implementation of absorbed layers. Like `SERVED`, it has no mask function."""
-
-TOLERANCE = 0.02
-"""The largest difference of expanded K and V in the probe, as a share of the largest value: far
-above rounding in any dtype, and far below the effect of another order of rows or heads."""
 
 
 def latent_of(call: LayerCall, projection: UpProjection) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,11 +197,7 @@ class _LatentRecorder(Recorder):
 
 def _agree(expanded: LayerCall, absorbed: LayerCall) -> bool:
     pairs = ((expanded.q, absorbed.q), (expanded.k, absorbed.k), (expanded.v, absorbed.v))
-    return all(
-        ours.shape == theirs.shape
-        and float((ours - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max())
-        for theirs, ours in pairs
-    )
+    return all(ours.shape == theirs.shape and are_alike(ours, theirs) for theirs, ours in pairs)
 
 
 AttentionInterface.register(ABSORBED, absorbed_forward)

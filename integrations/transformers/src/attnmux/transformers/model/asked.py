@@ -75,18 +75,12 @@ def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
     }
 
 
-def latent_request(
-    expanded: Request, layers: Sequence[LayerSpec], *, index_topk: int | None = None
-) -> Request:
-    """The request of `absorbed_layers`, from the expanded heads of `request_of`, in MLA's terms.
-
-    index_topk: keys that the model's indexers pick for each token; None if all are seen.
-    """
+def latent_request(expanded: Request, layers: Sequence[LayerSpec]) -> Request:
+    """The request of `absorbed_layers`, from the expanded heads of `request_of`, in MLA's terms."""
     first = by_shape(layers, *STORED)[0][0]
     return expanded.replace(
         origin="model",
-        kind="mla" if index_topk is None else "nsa",
-        index_topk=index_topk,
+        kind="mla",
         num_kv_heads=1,
         v_head_dim=expanded.v_head_dim or expanded.head_dim,
         kv_lora_rank=first.v_head_dim,

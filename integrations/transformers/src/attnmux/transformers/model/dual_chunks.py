@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,9 +24,7 @@ from attnmux.core import ForwardBatch, InvalidInput, LayerSpec
 from attnmux.transformers.model.attention import QUERIES
 from attnmux.transformers.model.layer_call import LayerCall
 from attnmux.transformers.model.part import ModelPart
-
-if TYPE_CHECKING:
-    from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.options import RunnerOptions
 
 WITHOUT = (
     "transformers runs this model without its dual chunks: beyond the first chunk of {length} "

@@ -20,7 +20,6 @@ from attnmux.transformers.model.attention import set_attention
 from attnmux.transformers.model.encoder_decoder_attention import ENCODER_DECODER, number_layers
 from attnmux.transformers.model.layer_call import LayerCall, read_arguments
 from attnmux.transformers.model.layers import (
-    POSITION_TOLERANCE,
     check_capacities,
     check_independence,
     check_table,
@@ -29,7 +28,7 @@ from attnmux.transformers.model.layers import (
 )
 from attnmux.transformers.model.packed_decoder import STAND_IN, PackedDecoder, embeddings_of
 from attnmux.transformers.model.positions import count_from_own_start
-from attnmux.transformers.model.probe import Probe, Recorder
+from attnmux.transformers.model.probe import Probe, Recorder, are_alike
 from attnmux.transformers.model.reach import Reach
 from attnmux.transformers.model.unserved_attention import check_own_attention
 
@@ -141,8 +140,7 @@ def _check_places(call: LayerCall) -> None:
 
     In a step, the states of several requests lie one after another.
     """
-    spread = float((call.k - call.k[:1]).abs().max())
-    if spread > POSITION_TOLERANCE * float(call.k.abs().max()):
+    if not are_alike(call.k[:1], call.k):
         raise InvalidInput(
             f"cross-attention layer {call.layer_id}",
             got="encoder states to which the decoder adds their places in the row",

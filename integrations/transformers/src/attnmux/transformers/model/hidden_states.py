@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core import (
-    BackendContext,
-    Decision,
-    ForwardContext,
-    InvalidInput,
-    LayerSpec,
-)
-from attnmux.transformers.model.decoder_layers import decoder_layers
+from attnmux.core import BackendContext, Decision, ForwardContext, InvalidInput, LayerSpec
 from attnmux.transformers.model.part import ModelPart, TokenBytes
+from attnmux.transformers.options import RunnerOptions
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from attnmux.transformers.load.options import RunnerOptions
 
 STATES_DIMS = 3
 """[1, T, width]"""
@@ -93,19 +86,15 @@ class HiddenStates(ModelPart):
         )
         self._remove_hooks()
         if not self._layers:
-            last = self._hook(0, lambda output: output.last_hidden_state)
+            last = partial(self._write, 0, lambda output: output.last_hidden_state)
             self._hooks.append(self._decoder.register_forward_hook(last))
         for place, layer in enumerate(self._layers):
-            self._hooks.append(layer.register_forward_hook(self._hook(place, _first)))
+            self._hooks.append(layer.register_forward_hook(partial(self._write, place, _first)))
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def _hook(self, place: int, read: Callable[[Any], torch.Tensor]) -> Callable[..., None]:
-        """Writes what `read` finds in a module's output to the states' place."""
-        return partial(self._write, place, read)
 
     def _write(
         self,
@@ -115,6 +104,7 @@ class HiddenStates(ModelPart):
         args: object,
         output: Any,  # noqa: ANN401  # transformers'
     ) -> None:
+        """Write what `read` finds in a module's output to the states' place."""
         slots = ForwardContext.current().batch.out_cache_loc
         columns = self.states.narrow(1, place * self._width, self._width)
         columns.index_copy_(0, slots, read(output)[0].to(columns.dtype))
@@ -155,3 +145,21 @@ def _first(output: Any) -> torch.Tensor:  # noqa: ANN401  # transformers'
     """The hidden states of a layer, which may return more."""
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return states
+
+
+def decoder_layers(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, int]]:
+    """Each layer of the model's lists of layers, with its attention module and number."""
+    for modules in model.modules():
+        if not isinstance(modules, torch.nn.ModuleList):
+            continue
+        for layer in modules:
+            numbered = {
+                number: module
+                for module in layer.modules()
+                if isinstance(number := getattr(module, "layer_idx", None), int)
+            }
+            if len(numbered) == 1:
+                ((number, attention),) = numbered.items()
+                yield layer, attention, number

@@ -25,15 +25,11 @@ from attnmux.transformers.model.positions import (
     scale_by_positions,
     take_positions,
 )
-from attnmux.transformers.model.probe import Probe
+from attnmux.transformers.model.probe import Probe, are_alike
 from attnmux.transformers.model.reach import Reach
 from attnmux.transformers.model.repeated import has_numbered_calls, number_calls
 from attnmux.transformers.model.sparse.compressors import has_compressors
 from attnmux.transformers.model.unserved_attention import check_own_attention
-
-POSITION_TOLERANCE = 0.02
-"""The difference that is tolerated, as a share of the largest value: far above rounding in any
-dtype, and far below the rotation of one position."""
 
 TOKEN_COUNTER = LayerSpec(
     layer_id=0,
@@ -208,7 +204,7 @@ def _check_positions(probe: Probe) -> None:
         ("another count", stated, counted),
         ("places in the row, not the positions given", first, [tensor[:1] for tensor in stated]),
     ):
-        if not _are_alike(tokens, expected):
+        if not all(map(are_alike, expected, tokens)):
             raise InvalidInput(
                 probe.name,
                 got=f"positions by {name}",
@@ -222,14 +218,7 @@ def counts_from(probe: Probe, start: int) -> bool:
         stated = _attended(probe, [start, start + 1, start + 2])
     except IndexError:  # beyond a table of positions
         return False
-    return _are_alike(stated, _attended(probe, None))
-
-
-def _are_alike(tokens: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return not any(
-        float((ours - theirs).abs().max()) > POSITION_TOLERANCE * float(ours.abs().max())
-        for ours, theirs in zip(tokens, expected, strict=True)
-    )
+    return all(map(are_alike, _attended(probe, None), stated))
 
 
 def check_table(probe: Probe, max_context_len: int) -> None:

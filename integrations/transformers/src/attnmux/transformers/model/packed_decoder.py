@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.model.encoder_batches import BatchedEncoder
-from attnmux.transformers.model.positions import PositionTable
+from attnmux.transformers.model.positions import PositionTable, takes
 
 STAND_IN = 4
 """The number of zero encoder states in a step without a new encoder. A decoder layer without any
@@ -126,10 +125,6 @@ class PackedDecoder(torch.nn.Module):
 
     def _with_positions(self, _: object, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         return args, {**kwargs, "position_ids": self._positions}
-
-
-def takes(module: torch.nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(module.forward).parameters
 
 
 def embeddings_of(part: Any) -> torch.nn.Module:  # noqa: ANN401  # an encoder or a decoder

@@ -1,14 +1,15 @@
 """Features of a model beyond attention over all keys, in one vocabulary.
 
-Indexers, keys of blocks, dual chunks, recurrences, images and hidden states are parts. `parts.py`
-lists the kinds; loading, capacity and the runner go through a model's parts and know none of them.
+Indexers, keys of blocks, dual chunks, recurrences, images and hidden states are parts. `KINDS` of
+`load_decoder.py` lists the kinds; memory and the runner go through a model's parts and know none of
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -23,10 +24,8 @@ from attnmux.core import (
     ModelInput,
     Request,
 )
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.sequence import Step
-
-if TYPE_CHECKING:
-    from attnmux.transformers.load.options import RunnerOptions
 
 P = TypeVar("P")
 

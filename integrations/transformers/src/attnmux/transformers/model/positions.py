@@ -95,9 +95,10 @@ def take_positions(model: PreTrainedModel) -> None:
 
     A model without such a table is left as it is.
     """
-    if _takes_positions(model):
+    if takes(model, "position_ids"):
         return
-    tables = list(filter(_is_table, model.modules()))
+    embeddings = (each for each in model.modules() if isinstance(each, torch.nn.Embedding))
+    tables = [table for table in embeddings if takes(table, "position_ids")]
     if len(tables) != 1:
         return
     table, own = PositionTable(type(model).__name__, tables[0]), model.forward
@@ -153,12 +154,9 @@ class QueryScaling:
         return (queries * scales.unsqueeze(-1)).to(queries.dtype)
 
 
-def _takes_positions(module: torch.nn.Module) -> bool:
-    return "position_ids" in inspect.signature(module.forward).parameters
-
-
-def _is_table(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Embedding) and _takes_positions(module)
+def takes(module: torch.nn.Module, argument: str) -> bool:
+    """Whether the module's forward has an argument of that name."""
+    return argument in inspect.signature(module.forward).parameters
 
 
 def count_from_own_start(model: PreTrainedModel, agrees: Callable[[int], bool]) -> int:

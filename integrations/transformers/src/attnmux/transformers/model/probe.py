@@ -18,6 +18,15 @@ from attnmux.transformers.model.mixers.mixers import MixerRecorder
 from attnmux.transformers.model.mixers.mixers import recording as recording_mixers
 from attnmux.transformers.model.reach import MaskFunction, Reach, read_reach
 
+TOLERANCE = 0.02
+"""The difference of two results that is tolerated, as a share of the largest value: far above
+rounding in any dtype, and far below the effect of a token, a place or another order of heads."""
+
+
+def are_alike(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results of a model's own code differ by rounding alone."""
+    return float((result - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+
 
 @dataclass(kw_only=True, slots=True)
 class Recorder:

@@ -6,6 +6,7 @@ AttentionInterface for the rest. An argument that attention cannot express is re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,17 +35,42 @@ def attend(
     return context
 
 
-def attend_projected(
-    module: Any,  # noqa: ANN401
-    config: PreTrainedConfig,
-    projected: tuple[torch.Tensor, ...],
-    shape: tuple[int, int],
-    mask: torch.Tensor | None,
-    **given: object,
-) -> torch.Tensor:
-    """The context [1, T, Hq * Dv]. projected: Q, K and V [1, T, H * D]. shape: H and D."""
-    q, k, v = (tensor.view(1, -1, *shape).transpose(1, 2) for tensor in projected)
-    return attend(module, config, q, k, v, mask, **given).flatten(2)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """How a family calls the parts of a module."""
+
+    q: str
+    k: str
+    v: str
+    out: str
+    heads: str
+    head_dim: str
+
+    def attend(
+        self,
+        module: Any,  # noqa: ANN401
+        config: PreTrainedConfig,
+        states: torch.Tensor,
+        source: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        **given: object,
+    ) -> torch.Tensor:
+        """The module's output [1, T, d_model] of states [1, T, C]. source: the states of the keys;
+        None: the same."""
+        source = states if source is None else source
+        shape = (1, -1, getattr(module, self.heads), getattr(module, self.head_dim))
+        projected = ((self.q, states), (self.k, source), (self.v, source))
+        q, k, v = (getattr(module, name)(x).view(shape).transpose(1, 2) for name, x in projected)
+        context = attend(module, config, q, k, v, mask, **given).flatten(2)
+        out: torch.Tensor = getattr(module, self.out)(context)
+        return out
+
+
+BART = Names(
+    q="q_proj", k="k_proj", v="v_proj", out="out_proj", heads="num_heads", head_dim="head_dim"
+)
+T5 = Names(q="q", k="k", v="v", out="o", heads="n_heads", head_dim="key_value_proj_dim")
+XLM = Names(q="q_lin", k="k_lin", v="v_lin", out="out_lin", heads="n_heads", head_dim="head_dim")
 
 
 def bart(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
@@ -58,8 +84,8 @@ def bart(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         attention_mask: torch.Tensor | None = None,
         **given: object,
     ) -> tuple[torch.Tensor, None]:
-        source = hidden_states if key_value_states is None else key_value_states
-        return _bart_attention(module, config, hidden_states, source, attention_mask, **given), None
+        source, mask = key_value_states, attention_mask
+        return BART.attend(module, config, hidden_states, source, mask, **given), None
 
     module.forward = forward
 
@@ -87,24 +113,8 @@ def _fsmt_attention(
     **given: object,
 ) -> tuple[torch.Tensor, None]:
     hidden_states, source = query.transpose(0, 1), key.transpose(0, 1)
-    out = _bart_attention(module, config, hidden_states, source, attn_mask, **given)
+    out = BART.attend(module, config, hidden_states, source, attn_mask, **given)
     return out.transpose(0, 1), None
-
-
-def _bart_attention(
-    module: Any,  # noqa: ANN401
-    config: PreTrainedConfig,
-    hidden_states: torch.Tensor,
-    source: torch.Tensor,
-    mask: torch.Tensor | None,
-    **given: object,
-) -> torch.Tensor:
-    """The module's output [1, T, d_model]. source: the states of the keys."""
-    shape = module.num_heads, module.head_dim
-    projected = module.q_proj(hidden_states), module.k_proj(source), module.v_proj(source)
-    context = attend_projected(module, config, projected, shape, mask, **given)
-    out: torch.Tensor = module.out_proj(context)
-    return out
 
 
 def bert(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
@@ -146,8 +156,9 @@ def t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         table = bias if position_bias is None else position_bias
-        source = hidden_states if key_value_states is None else key_value_states
-        return _t5_attention(module, config, hidden_states, source, mask, table), table, None
+        given: dict[str, Any] = {"scaling": 1.0, "relative_bias": table}
+        source = key_value_states
+        return T5.attend(module, config, hidden_states, source, mask, **given), table, None
 
     module.forward = forward
 
@@ -156,7 +167,7 @@ def umt5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A decoder's module. Each self-attention has a table of its own."""
     if not module.is_decoder:
         return
-    table = _relative_bias(module)
+    given: dict[str, Any] = {"scaling": 1.0, "relative_bias": _relative_bias(module)}
 
     def forward(
         hidden_states: torch.Tensor,
@@ -165,28 +176,10 @@ def umt5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         attention_mask: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        return _t5_attention(module, config, hidden_states, source, attention_mask, table), None
+        source, mask = encoder_hidden_states, attention_mask
+        return T5.attend(module, config, hidden_states, source, mask, **given), None
 
     module.forward = forward
-
-
-def _t5_attention(
-    module: Any,  # noqa: ANN401
-    config: PreTrainedConfig,
-    hidden_states: torch.Tensor,
-    source: torch.Tensor,
-    mask: torch.Tensor | None,
-    table: torch.Tensor | None,
-) -> torch.Tensor:
-    """The module's output [1, T, d_model]. source: the states of the keys."""
-    shape = module.n_heads, module.key_value_proj_dim
-    projected = module.q(hidden_states), module.k(source), module.v(source)
-    arguments = {"scaling": 1.0, "relative_bias": table}
-    out: torch.Tensor = module.o(
-        attend_projected(module, config, projected, shape, mask, **arguments)
-    )
-    return out
 
 
 @torch.no_grad()
@@ -221,9 +214,7 @@ def _xlm_attention(
     module: Any,  # noqa: ANN401
     config: PreTrainedConfig,
     states: torch.Tensor,
-    _: torch.Tensor,
+    *_: object,
     **__: object,
 ) -> tuple[torch.Tensor]:
-    projected = module.q_lin(states), module.k_lin(states), module.v_lin(states)
-    shape = module.n_heads, module.head_dim
-    return (module.out_lin(attend_projected(module, config, projected, shape, None)),)
+    return (XLM.attend(module, config, states, None, None),)

@@ -28,13 +28,16 @@ class Reach(NamedTuple):
     sliding_window_size: int = -1
     attention_chunk_size: int = 0
 
-    def row(self, query: int, keys: torch.Tensor) -> torch.Tensor:
-        """Whether the token at `query` sees each of the keys."""
-        visible = keys <= query
+    def sees(
+        self, queries: torch.Tensor, keys: torch.Tensor, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Whether tokens at `queries` see keys; last: the last key that each may see, instead of
+        its own. They are broadcast."""
+        visible = keys <= (queries if last is None else last)
         if self.sliding_window_size >= 0:
-            visible &= keys >= query - self.sliding_window_size
+            visible &= keys >= queries - self.sliding_window_size
         if self.attention_chunk_size:
-            visible &= keys // self.attention_chunk_size == query // self.attention_chunk_size
+            visible &= keys // self.attention_chunk_size == queries // self.attention_chunk_size
         return visible
 
     def edges(self) -> set[int]:
@@ -65,7 +68,7 @@ def read_reach(
     queries = queries.union(*(reach.edges() for reach in candidates))
     rows = {query: _row(mask, keys, query) for query in queries if 0 <= query < length}
     for reach in candidates:
-        if all(torch.equal(row, reach.row(query, keys)) for query, row in rows.items()):
+        if all(torch.equal(row, reach.sees(keys[query], keys)) for query, row in rows.items()):
             return reach
     raise InvalidInput(
         "mask_function",
@@ -157,13 +160,7 @@ def _is_mask(
     for begin, end in spans:
         last[begin:end] = end - 1
     for queries in torch.split(keys, ROWS):
-        token = queries.unsqueeze(1)
-        expected = keys <= last[queries].unsqueeze(1)
-        if reach.sliding_window_size >= 0:
-            expected &= keys >= token - reach.sliding_window_size
-        if reach.attention_chunk_size:
-            size = reach.attention_chunk_size
-            expected &= keys // size == token // size
+        expected = reach.sees(queries.unsqueeze(1), keys, last[queries].unsqueeze(1))
         if not torch.equal(_rows(mask, queries, keys), expected):
             return False
     return True

@@ -44,9 +44,9 @@ from attnmux.transformers.parallel.agreement import (
     together,
 )
 from attnmux.transformers.parallel.split import Joints, heads_are_split, split_model
+from attnmux.transformers.ranks import Builds, Deals, Ranks, Synchronises
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.slots import PagedAllocator
-from attnmux.transformers.run.ranks import Builds, Deals, Ranks, Synchronises
 
 LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
 """Distributions that ranks have in common, in addition to those of plugins."""

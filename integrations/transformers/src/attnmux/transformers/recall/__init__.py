@@ -40,25 +40,21 @@ def max_pairs(length: int) -> int:
     return min(len(KEYS), (length - QUERY_BYTES) // MAX_PAIR_BYTES)
 
 
-def make_prompt(rng: random.Random, length: int, *, pairs: int | None = None) -> tuple[str, str]:
+def make_prompt(rng: random.Random, length: int) -> tuple[str, str]:
     """Draw a prompt of exactly ``length`` bytes (all ASCII) and its right answer.
 
     The pairs are at random places, and the question is about each with the same probability. So the
-    depth of the answer is about uniform over the prompt. ``pairs`` defaults to a number between
-    half of ``max_pairs(length)`` and all of it.
+    depth of the answer is about uniform over the prompt. There are between half of
+    ``max_pairs(length)`` and all of it.
 
     Raises:
-        ValueError: ``length`` is too short for one pair, or ``pairs`` is not in
-            ``1 .. max_pairs(length)``.
+        ValueError: ``length`` is too short for one pair.
     """
     most = max_pairs(length)
     if most < 1:
         shortest = QUERY_BYTES + MAX_PAIR_BYTES
         raise ValueError(f"length={length} holds no pair; give at least {shortest} bytes")
-    if pairs is None:
-        pairs = rng.randint((most + 1) // 2, most)
-    if not 1 <= pairs <= most:
-        raise ValueError(f"pairs={pairs}, but a prompt of {length} bytes takes 1 to {most}")
+    pairs = rng.randint((most + 1) // 2, most)
     values = {
         key: "".join(rng.choices(string.digits, k=rng.randint(MIN_DIGITS, MAX_DIGITS)))
         for key in rng.sample(KEYS, pairs)

@@ -179,8 +179,8 @@ def make_pools(
     swa_pool = SWAKVPool(full=groups[0], swa=groups[1])
     allocator = SWAAllocator(swa_pool)
     if states is None or not states.kept_size:
-        return swa_pool, allocator, WindowPrefixTree(allocator, decision.page_size, span)
-    tree = WindowStatePrefixTree(allocator, decision.page_size, span, states)
+        return swa_pool, allocator, WindowPrefixTree(allocator, span)
+    tree = WindowStatePrefixTree(allocator, span, states)
     return swa_pool, allocator, tree
 
 

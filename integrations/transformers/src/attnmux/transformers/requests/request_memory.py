@@ -69,7 +69,7 @@ class RequestMemory:
         """Whether rows and pages are accounted for. False while a method changes them."""
         self.token_to_kv_pool = token_to_kv_pool
         own_tree = window_tree or state_tree
-        self.prefix_tree = own_tree or PrefixTree(allocator, allocator.page_size)
+        self.prefix_tree = own_tree or PrefixTree(allocator)
         self.window_tree = window_tree
         """The prefix tree, if the model has a window pool."""
         self.state_tree = state_tree

@@ -6,7 +6,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
@@ -88,6 +88,15 @@ class Upcoming:
         return self._sampler.peek(self._place)
 
 
+def upcoming(samplers: Sequence[Sampler], places: Iterable[Sequence[int]]) -> list[Draws]:
+    """How tokens at some places of each request are sampled, request by request; empty if no
+    request draws."""
+    if all([sampler.draws_by is None for sampler in samplers]):
+        return []
+    pairs = zip(samplers, places, strict=True)
+    return [Upcoming(sampler, place) for sampler, own in pairs for place in own]
+
+
 def sample(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     """The next token of each request, [B] int64 on the logits' device.
 
@@ -144,3 +153,41 @@ def _draw(logits: torch.Tensor, top: torch.Tensor, samplers: Sequence[Draws]) ->
     # Numbers of 53 bits below 1 times the total stay below the total: a token is always found.
     draw = draws.to(cumulative.device, non_blocking=True).unsqueeze(-1)
     return torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True).squeeze(-1)
+
+
+class TokenLogprobs(NamedTuple):
+    """Logprobs of one new token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens with theirs, the likeliest first; as many as the request wants."""
+
+
+class Logprobs:
+    """Logprobs of a step's rows, on their way to the host."""
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> None:
+        """logits: [B, vocabulary]. tokens: [B] int64, what each row yields. most: likeliest tokens
+        of a row."""
+        rows = logits.float().log_softmax(dim=-1)
+        of_tokens = rows.gather(1, tokens.clamp(min=0).unsqueeze(1))
+        top, ids = rows.topk(min(most, rows.shape[1]), dim=-1)
+        self._values = torch.cat([of_tokens, top], dim=1).to("cpu", non_blocking=True)
+        self._ids = ids.to("cpu", non_blocking=True)
+
+    @classmethod
+    def wanted(
+        cls, samplers: Sequence[Sampler], logits: torch.Tensor, tokens: torch.Tensor
+    ) -> Logprobs | None:
+        """None if no request asks for any. samplers: of the first rows."""
+        counts = [
+            sampler.params.logprobs for sampler in samplers if sampler.params.logprobs is not None
+        ]
+        return cls(logits, tokens, max(counts)) if counts else None
+
+    def of(self, row: int, token: int, most: int) -> TokenLogprobs:
+        """A row's token, once the device has run the step."""
+        logprob, *top = self._values[row].tolist()
+        ids = self._ids[row].tolist()
+        return TokenLogprobs(token, logprob, tuple(zip(ids[:most], top[:most], strict=True)))

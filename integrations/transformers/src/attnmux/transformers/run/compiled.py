@@ -15,14 +15,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.model.decoder_layers import decoder_layers
+from attnmux.transformers.model.hidden_states import decoder_layers
 from attnmux.transformers.model.layer_call import mark_layer
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.model.repeated import has_numbered_calls
 from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.run.linears import KernelLinear, is_plain, multiply_by, product_ops
+from attnmux.transformers.run.memory import ServedModel
 from attnmux.transformers.run.model_on_backend import ModelOnBackend
-from attnmux.transformers.run.served_model import ServedModel
 
 TRIAL_TOKENS = 19
 """Prompt tokens of the steps that compile a model."""

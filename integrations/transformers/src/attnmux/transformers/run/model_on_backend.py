@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -20,24 +20,21 @@ from attnmux.core import (
     ForwardMode,
     GraphRunner,
     InvalidInput,
-    TunedLaunch,
     Workspace,
 )
 from attnmux.core.plugin import shared_kernel
-from attnmux.transformers.draft.loop import TreeKernels
 from attnmux.transformers.model.hidden_states import HiddenStates
 from attnmux.transformers.model.images.capture import ImageReader
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.model.part import part_of
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState, Step
-from attnmux.transformers.run.capacity import Capacity, RunnerMemory, allocate
-from attnmux.transformers.run.fixed_rows import fix_rows
-from attnmux.transformers.run.linears import LinearKernel, multiply_by
+from attnmux.transformers.run.linears import LinearKernel, fix_rows, multiply_by
+from attnmux.transformers.run.memory import RunnerMemory, ServedModel, allocate
 from attnmux.transformers.run.pieces import PromptPieces
-from attnmux.transformers.run.ranks import ONE_RANK, Ranks
-from attnmux.transformers.run.served_model import ServedModel
 from attnmux.transformers.run.stats import Laps
+from attnmux.transformers.run.step_runner import TreeKernels
 
 P = TypeVar("P")
 
@@ -53,16 +50,12 @@ class ModelOnBackend:
         self,
         model: ServedModel,
         decision: Decision,
-        capacity: Capacity,
-        *,
-        launches: tuple[TunedLaunch, ...] = (),
-        debug: bool = False,
-        wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None,
-        ranks: Ranks = ONE_RANK,
+        options: RunnerOptions,
     ) -> None:
         """Allocate the pools and build the backend.
 
-        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. Raises
+        options: those that the decision follows, with the `max_encoder_len` of an encoder-decoder
+        model, and None for any other. Raises InvalidInput without a limit of the KV pool, and
         PoolExhausted when memory does not suffice.
         """
         self.served = model
@@ -73,8 +66,8 @@ class ModelOnBackend:
         self.is_compiled = False
         """Whether the model's layers run as compiled code."""
         self.decision = decision
-        self.ranks = ranks
-        memory = allocate(model, decision, capacity, ranks)
+        self.ranks = options.ranks
+        memory = allocate(model, decision, options)
         self.sizes = memory.sizes
         self.kv_tokens = memory.kv_tokens
         """Tokens that the KV memory of all ranks holds."""
@@ -87,17 +80,17 @@ class ModelOnBackend:
             token_to_kv_pool=memory.pool,
             linear_states=memory.linear_states,
             workspace=Workspace(self.model.device),
-            max_batch_size=capacity.max_batch_size,
-            max_context_len=capacity.columns,
-            launches=launches,
-            debug=debug,
+            max_batch_size=options.max_batch_size,
+            max_context_len=options.columns,
+            launches=options.launches,
+            debug=options.debug,
         )
         for part in model.parts:
             part.attach(self.context, decision)
         backend = self.build(self.context)
-        self.backend = backend if wrap is None else wrap(backend, decision)
+        self.backend = backend if options.wrap is None else options.wrap(backend, decision)
         self._make_linears()
-        self.steps = self._step_builder(memory, capacity)
+        self.steps = self._step_builder(memory, options)
         self.graphs: GraphRunner | None = None
         """Graphs of decode steps."""
         self.verify_graphs: GraphRunner | None = None
@@ -125,14 +118,14 @@ class ModelOnBackend:
         """Whether a request's logits must not depend on the other requests."""
         return self.decision.request.deterministic
 
-    def _step_builder(self, memory: RunnerMemory, capacity: Capacity) -> StepBuilder:
+    def _step_builder(self, memory: RunnerMemory, options: RunnerOptions) -> StepBuilder:
         images = self.part(ImageReader)
         return StepBuilder(
             memory.table,
             memory.allocator,
             token_to_kv_pool=memory.pool,
             window_tree=memory.window_tree,
-            max_encoder_len=capacity.max_encoder_len,
+            max_encoder_len=options.max_encoder_len or 0,
             encoder_like=self._encoder_like,
             image_width=0 if images is None else images.width,
             state_tree=memory.state_tree,

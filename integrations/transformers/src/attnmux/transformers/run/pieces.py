@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,19 +19,10 @@ from attnmux.core import (
 )
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.model.repeated import has_numbered_calls
-from attnmux.transformers.run.served_model import ServedModel
+from attnmux.transformers.options import usual_pieces
+from attnmux.transformers.run.memory import ServedModel
 
 LOG = logging.getLogger(__name__)
-
-PIECE_SIZES = (
-    *range(16, 65, 16),
-    *range(80, 129, 16),
-    *range(160, 257, 32),
-    *range(320, 513, 64),
-    *range(640, 1025, 128),
-    *range(1280, 2049, 256),
-)
-"""Numbers of tokens, of which no step pads more than a quarter above 64."""
 
 CAPTURED_AT = 16
 """The step of a size that captures it. A capture takes as long as 13 to 29 eager steps of a model
@@ -92,7 +82,7 @@ def make_pieces(
     """See `ModelRunner.capture_pieces`. forward: as `PieceRunner` takes it."""
     check_pieces(model, num_ranks)
     context = backend.context
-    usual = usual_sizes(context.max_batch_size * context.max_context_len)
+    usual = usual_pieces(context.max_batch_size * context.max_context_len)
     runner = PieceRunner(
         backend,
         forward,
@@ -102,12 +92,6 @@ def make_pieces(
     )
     runner.capture(None if sizes else usual[-1])
     return PromptPieces(runner)
-
-
-def usual_sizes(most: int) -> tuple[int, ...]:
-    """The usual numbers of tokens for steps of at most so many."""
-    fitting = bisect_left(PIECE_SIZES, most)
-    return PIECE_SIZES[: fitting + 1]
 
 
 def check_pieces(model: ServedModel, num_ranks: int) -> None:

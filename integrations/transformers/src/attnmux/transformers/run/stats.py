@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Part = Literal[
     "schedule", "draft", "allocate", "metadata", "launch", "sample", "wait", "commit", "stream"
@@ -41,6 +44,19 @@ class Laps:
         self._last = now
 
 
+class Counters:
+    """The base of a dataclass whose fields are numbers, or counters themselves."""
+
+    def add(self, other: Self) -> None:
+        """Count another rank's work."""
+        for counter in fields(self):  # type: ignore[arg-type]  # a dataclass
+            mine, theirs = getattr(self, counter.name), getattr(other, counter.name)
+            if isinstance(mine, int):
+                setattr(self, counter.name, mine + theirs)
+            else:
+                mine.add(theirs)
+
+
 @dataclass(kw_only=True, slots=True)
 class StepStats:
     """Steps of one kind."""
@@ -67,7 +83,7 @@ class StepStats:
 
 
 @dataclass(kw_only=True, slots=True)
-class DraftStats:
+class DraftStats(Counters):
     """Speculative decoding. A request counts once for each step that verified its drafts."""
 
     requests: int = 0
@@ -77,12 +93,6 @@ class DraftStats:
     """Drafts that the target model accepted."""
     rested: int = 0
     """Requests in steps without drafts, which would not have paid."""
-
-    def add(self, other: DraftStats) -> None:
-        self.requests += other.requests
-        self.draft_tokens += other.draft_tokens
-        self.accepted_tokens += other.accepted_tokens
-        self.rested += other.rested
 
     def count(self, requests: int, drafts_each: int, accepted: int) -> None:
         """Count a step."""
@@ -97,7 +107,7 @@ class DraftStats:
 
 
 @dataclass(kw_only=True, slots=True)
-class EngineStats:
+class EngineStats(Counters):
     """Counts since the engine began, or since the last `reset`."""
 
     extend: StepStats = field(default_factory=StepStats)
@@ -126,15 +136,6 @@ class EngineStats:
         of_kind.new_tokens += new_tokens
         for part, seconds in laps.seconds.items():
             of_kind.parts[part] += seconds
-
-    def add(self, other: EngineStats) -> None:
-        """Count another rank's work."""
-        for counter in fields(self):
-            mine, theirs = getattr(self, counter.name), getattr(other, counter.name)
-            if isinstance(mine, int):
-                setattr(self, counter.name, mine + theirs)
-            else:
-                mine.add(theirs)
 
     def reset(self) -> None:
         """Count from zero."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput
-from attnmux.core.plugin import KernelLibrary, LibraryBackend, Rows, rehearse, smallest_batches
+from attnmux.core.plugin import KernelLibrary, LibraryBackend, Rows, rehearse
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
 from attnmux.nvidia.flashinfer.layers import FlashInferLayer, PlanGroup
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels, Planner, check_served
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
 from attnmux.nvidia.flashinfer.shared import HINT, Staging, workspace, writable_lse
-from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, pool_role
+from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, planned_roles
 from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
@@ -60,10 +60,9 @@ class FlashInferBackend(
         )
         self._planner = self._make_planner(self._settings.workspace_bytes)
         self._staging = Staging(context.device)
-        for batch in smallest_batches(context):
-            role = Role.RAGGED if self._is_encoder else pool_role(batch)
+        for role in planned_roles(context.request, is_encoder=self._is_encoder):
             for group in self._groups:
-                check_served(role, group, batch)
+                check_served(role, group, has_items=context.request.multi_item)
 
     def prepare_layer(self, layer: LayerSpec) -> FlashInferLayer:
         return FlashInferLayer.of(

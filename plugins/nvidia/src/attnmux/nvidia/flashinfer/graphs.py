@@ -79,7 +79,7 @@ class GraphPlans:
         key, size, (role,) = capture_key(step.batch), step.batch.batch_size, step.in_pool
         if key not in self._captured:
             for group in self._groups:
-                check_served(role, group, step.batch)
+                check_served(role, group, has_items=step.batch.multi_item is not None)
             self._captured[key] = {
                 (role, number): self._make(role, group, size)
                 for number, group in enumerate(self._groups)

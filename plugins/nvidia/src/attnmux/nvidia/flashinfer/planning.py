@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.nvidia.flashinfer.layers import PlanGroup, View
 from attnmux.nvidia.flashinfer.settings import Settings
 from attnmux.nvidia.flashinfer.step import FlashInferStep, Keys, Role
@@ -50,7 +50,7 @@ WITHOUT_SINKS = {
 """Roles whose kernels look at no sinks."""
 
 
-def check_served(role: Role, group: PlanGroup, batch: ForwardBatch) -> None:
+def check_served(role: Role, group: PlanGroup, *, has_items: bool) -> None:
     """Raises InvalidInput for features that the kernels of a role ignore."""
     if group.has_sinks and group.logit_cap > 0:
         raise InvalidInput(
@@ -64,7 +64,7 @@ def check_served(role: Role, group: PlanGroup, batch: ForwardBatch) -> None:
             got=f"sinks in {WITHOUT_SINKS[role]}",
             expected="None: flashinfer's softmax with sinks reads the pool, without such a mask",
         )
-    if role is Role.RAGGED and batch.multi_item is not None and not group.view.cross:
+    if role is Role.RAGGED and has_items and not group.view.cross:
         raise InvalidInput(
             "multi_item",
             got="many items over K and V of the call alone",
@@ -97,7 +97,7 @@ class Planner:
 
     def plan_eager(self, role: Role, group: PlanGroup, step: FlashInferStep) -> Any:  # noqa: ANN401  # the library's class
         """The role's wrapper for eager steps, planned for this one. The first plan makes it."""
-        check_served(role, group, step.batch)
+        check_served(role, group, has_items=step.batch.multi_item is not None)
         wrapper = self._eager.get((role, group))
         if wrapper is None:
             wrapper = self._eager[role, group] = self.make(role, group)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput, MultiItem
+from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput, MultiItem, Request
 from attnmux.core.plugin import cu_seqlens, kv_indptr
 from attnmux.nvidia.flashinfer.layers import View
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
@@ -154,6 +154,18 @@ def pool_role(batch: ForwardBatch) -> Role:
     if mode.is_target_verify() or mode.is_draft_extend():
         return Role.DRAFT
     return Role.PAGED
+
+
+def planned_roles(request: Request, *, is_encoder: bool) -> list[Role]:
+    """How steps of the request read their keys from the pool, or an encoder's from its call."""
+    if is_encoder:
+        return [Role.RAGGED]
+    roles = {
+        Role.DECODE: True,
+        Role.MASKED: "verify" in request.phases and request.custom_mask,
+        Role.ITEMS: "extend" in request.phases and request.multi_item,
+    }
+    return [role for role, is_planned in roles.items() if is_planned]
 
 
 class FlashInferStep:

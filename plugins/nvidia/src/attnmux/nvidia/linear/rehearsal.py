@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, LinearLayerSpec
-from attnmux.core.plugin import LinearAttentionBackend, smallest_batches
+from attnmux.core import ForwardBatch, LinearLayerSpec
+from attnmux.core.plugin import LinearAttentionBackend, rehearse
 
 
 def rehearse_linear(backend: LinearAttentionBackend, kind: str) -> None:
@@ -21,12 +19,12 @@ def rehearse_linear(backend: LinearAttentionBackend, kind: str) -> None:
         for layer in backend.states.layers
         if layer.kind == kind
     }
-    for batch in smallest_batches(backend.context):
-        with suppress(InvalidInput):
-            backend.init_forward_metadata(batch)
-            for layer in layers.values():
-                _run_linear(backend, layer, batch)
-    backend.init_forward_metadata(batch.slice(0, 0, first_token=0, last_token=0))
+
+    def run(backend: LinearAttentionBackend, batch: ForwardBatch) -> None:
+        for layer in layers.values():
+            _run_linear(backend, layer, batch)
+
+    rehearse(backend, run)
 
 
 def _run_linear(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -20,18 +20,22 @@ def read_share(context: click.Context, option: click.Parameter, text: str) -> tu
 
 
 def asked_of_one_shape(
-    model: str | None, fields: str, tp: int, *, assume: Callable[[str], None] | None = None
+    model: str | None,
+    fields: Sequence[str],
+    tp: int,
+    *,
+    assume: Callable[[str], None] | None = None,
 ) -> Request:
-    """The model's needs, overruled by the user's fields. assume: as `requested` takes it.
+    """The model's needs, overruled by the user's fields. fields, assume: as `requested` takes them.
 
     A kind of linear layers in the fields asks for the model's layers of that kind.
     Raises InvalidInput as `requested`, for layers of several shapes, and for linear layers that the
     model does not have.
     """
-    stated = Request.parse(fields)
+    stated = Request.parse(*fields)
     kind = stated.kind
     if model is not None and stated.is_linear:
-        whole = requested(model, "", tp, None, assume=assume)
+        whole = requested(model, (), tp, None, assume=assume)
         kinds = dict(whole.linear_layers)
         if kind not in kinds:
             expected = f"a kind of the model's linear layers: {', '.join(kinds) or 'it has none'}"

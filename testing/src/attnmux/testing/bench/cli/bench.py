@@ -30,7 +30,6 @@ PAGE_NEEDS = "plotly", "jinja2"
     "--request",
     "fields",
     multiple=True,
-    callback=lambda _context, _option, texts: ",".join(texts),
     help="FIELD=VALUE,…: num_q_heads=64,page_size=16; repeatable.",
 )
 @click.option("--model", help="A folder with a Hugging Face config.json.")
@@ -96,7 +95,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 @common_options
 def bench(
     run: Run,
-    fields: str,
+    fields: tuple[str, ...],
     model: str | None,
     assume: bool,
     tp: int,

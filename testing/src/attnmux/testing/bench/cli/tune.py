@@ -54,7 +54,6 @@ OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
     "--request",
     "fields",
     multiple=True,
-    callback=lambda _context, _option, texts: ",".join(texts),
     help="FIELD=VALUE,…: head_dim=128,page_size=16; repeatable.",
 )
 @click.option("--model", help="A folder with a Hugging Face config.json.")
@@ -68,7 +67,7 @@ def tune(
     run: Run,
     as_json: bool,
     backend: str | None,
-    fields: str,
+    fields: tuple[str, ...],
     model: str | None,
     assume: bool,
     tp: int,

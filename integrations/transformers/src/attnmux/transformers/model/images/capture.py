@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AttentionMaskInterface, PreTrainedModel
@@ -27,11 +27,9 @@ from attnmux.core import (
 from attnmux.transformers.model.images.encoder import VisionTower
 from attnmux.transformers.model.part import ModelPart
 from attnmux.transformers.model.reach import MaskFunction, Reach, read_spans
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.prompt_images import PromptImages, keys_of
 from attnmux.transformers.requests.sequence import Step
-
-if TYPE_CHECKING:
-    from attnmux.transformers.load.options import RunnerOptions
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """Results of a processor that are no inputs of the vision tower."""
@@ -260,8 +258,7 @@ class ImageReader(ModelPart):
         is_text = torch.ones(len(ids), dtype=torch.bool)
         is_text[places] = False
         text = torch.tensor(ids)[is_text].to(embeds.device)
-        table: Any = self._model.get_input_embeddings()
-        if not torch.equal(table(text), embeds[is_text.to(embeds.device)]):
+        if not torch.equal(self._embeddings(text), embeds[is_text.to(embeds.device)]):
             raise InvalidInput(
                 "images",
                 got=f"{self._name}, in which images change the embeddings of text",

@@ -6,6 +6,7 @@ Each function here has the arguments of one of transformers', after the mixer th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -63,14 +64,6 @@ def _delta_rule(
         qk_l2norm=use_qk_l2norm_in_kernel,
     )
     return mixer.recur(recurrence).unsqueeze(0), None
-
-
-def _gated_delta_rule(mixer: Mixer, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:  # noqa: ANN401  # as _delta_rule
-    return _delta_rule("gdn", mixer, *args, **kwargs)
-
-
-def _kimi_delta_rule(mixer: Mixer, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:  # noqa: ANN401  # as _delta_rule
-    return _delta_rule("kda", mixer, *args, **kwargs)
 
 
 def _mamba2_scan(
@@ -163,8 +156,8 @@ def _selective_scan(
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "causal_conv1d_fn": _convolve,
-        "torch_chunk_gated_delta_rule": _gated_delta_rule,
-        "chunk_kimi_delta_attention": _kimi_delta_rule,
+        "torch_chunk_gated_delta_rule": partial(_delta_rule, "gdn"),
+        "chunk_kimi_delta_attention": partial(_delta_rule, "kda"),
         "mamba2_chunk_scan": _mamba2_scan,
         "mamba_selective_scan": _selective_scan,
     }

@@ -24,11 +24,10 @@ from attnmux.transformers.model.mixers.mixer import Convolution, Mixer, Recurren
 from attnmux.transformers.model.mixers.mixer_calls import FUNCTIONS
 from attnmux.transformers.model.mixers.own_recurrences import ADAPTERS
 from attnmux.transformers.model.part import ModelPart
+from attnmux.transformers.options import RunnerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from attnmux.transformers.load.options import RunnerOptions
 
 
 def bind(mixer: Mixer) -> None:
@@ -46,7 +45,7 @@ def bind(mixer: Mixer) -> None:
 def _rebound(mixer: Mixer) -> Callable[..., Any]:
     """The module's own code, in which the functions' names are ours."""
     original = inspect.unwrap(type(mixer.module).forward)
-    ours = {name: _bound(mixer, run) for name, run in FUNCTIONS.items() if calls(original, name)}
+    ours = {name: partial(run, mixer) for name, run in FUNCTIONS.items() if calls(original, name)}
     forward = FunctionType(
         original.__code__,
         {**original.__globals__, **ours},
@@ -94,13 +93,6 @@ def calls(forward: object, name: str) -> bool:
     """Whether the function reads that name of its module."""
     code = getattr(forward, "__code__", None)
     return code is not None and name in code.co_names and name in forward.__globals__  # type: ignore[attr-defined]  # a function
-
-
-def _bound(mixer: Mixer, run: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: object, **kwargs: object) -> object:
-        return run(mixer, *args, **kwargs)
-
-    return call
 
 
 @dataclass(kw_only=True, slots=True)

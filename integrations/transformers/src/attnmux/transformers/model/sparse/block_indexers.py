@@ -1,46 +1,29 @@
-"""Modules of a model that pick blocks of keys, for each token and group of heads of a layer.
-
-MiniMax-M3 has such indexers in some layers.
-"""
+"""Modules of a model that pick blocks of keys: by products of keys for each token and group of
+heads of a layer, as MiniMax-M3's, or by the mean of a block's rows, as Qwen4-Exp's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
 
 import torch
 
-from attnmux.transformers.model.sparse.block_ranking import BestProducts
-from attnmux.transformers.model.sparse.index_shape import IndexShape
-from attnmux.transformers.model.sparse.indexer_trial import (
-    PICKED,
+from attnmux.transformers.model.sparse.model_indexer import (
     TOLERANCE,
-    TRIED_TOKENS,
-    is_built_of,
-    rotary_of,
+    TRIED_BLOCK,
+    TRIED_TOPK,
+    IndexShape,
+    ModelIndexer,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-PARTS = {"q_proj", "k_proj", "q_norm", "k_norm"}
-NUMBERS = ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
-
-TRIED_BLOCK, TRIED_TOPK = 3, 4
-"""While an indexer is compared with ours: few tokens have many blocks then."""
+from attnmux.transformers.model.sparse.ranking import BestProducts, KeysOfBlocks
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BlockIndexer:
-    """One module that picks the blocks of its layer."""
+class BlockIndexer(ModelIndexer):
+    """A module that picks blocks for each token and group of heads."""
 
-    module: Any
-    owner: torch.nn.Module
-    """The attention module that calls it."""
-    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """(q, k, cos, sin): the one that the module's forward calls."""
+    PARTS = frozenset({"q_proj", "k_proj", "q_norm", "k_norm"})
+    NUMBERS = ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
+    PROJECTION = "k_proj"
+    TRIED = MappingProxyType({"block_size": TRIED_BLOCK, "topk_blocks": TRIED_TOPK})
 
     @property
     def shape(self) -> IndexShape:
@@ -51,10 +34,6 @@ class BlockIndexer:
             block_size=module.block_size,
             heads=module.num_heads,
         )
-
-    @property
-    def answer(self) -> bool:
-        return PICKED
 
     @property
     def ranking(self) -> BestProducts:
@@ -85,28 +64,20 @@ class BlockIndexer:
         return q[0].transpose(0, 1), k[0, 0]
 
     def agrees(self) -> bool:
-        """Whether the module's own forward picks the blocks of random tokens by our scores."""
-        module, count = self.module, TRIED_TOKENS
-        weight = module.k_proj.weight
-        draw = torch.Generator(device="cpu").manual_seed(0)
-        hidden = torch.randn(1, count, weight.shape[1], generator=draw).to(weight)
         # The model's rotary part may be narrower than a head
-        angles = torch.randn(1, count, module.head_dim // 2, generator=draw).to(weight)
-        turns = angles.repeat(1, 1, 2).cos(), angles.repeat(1, 1, 2).sin()
-        places = torch.arange(count, device=weight.device)
-        with _small_blocks(module):
-            try:
-                scored = type(module).forward(module, hidden, turns, None, places.unsqueeze(0))[0]
-            except Exception:  # its forward takes something else: another version of the model
-                return False
+        draw = torch.Generator().manual_seed(0)
+        hidden, turns, places = self.tokens(self.module.head_dim // 2 * 2, draw)
+        own = self.own_result(hidden, turns, None, places.unsqueeze(0))
+        if own is None:
+            return False
         q, k = (tensor.float() for tensor in self.project(hidden, turns))
         scores = self.ranking.scores(q[None], k[None], places[None], TRIED_BLOCK)
         ours = self.ranking.picks(scores, places[None], TRIED_BLOCK, TRIED_TOPK)[0]
-        scored = scored.transpose(0, 1)
-        if scored.shape != ours.shape or not bool(((scored < 0) == (ours < 0)).all()):
+        theirs = own.transpose(0, 1)
+        if theirs.shape != ours.shape or not bool(((theirs < 0) == (ours < 0)).all()):
             return False
         largest = scores[scores.isfinite()].abs().max()
-        worst, expected = (_worst(scores[0], picks) for picks in (scored, ours))
+        worst, expected = (_worst(scores[0], picks) for picks in (theirs, ours))
         return bool((expected - worst <= TOLERANCE * largest).all())
 
 
@@ -116,28 +87,95 @@ def _worst(scores: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
     return scored.masked_fill(picks < 0, torch.inf).amin(-1)
 
 
-@contextmanager
-def _small_blocks(module: Any) -> Iterator[None]:  # noqa: ANN401  # a module with these numbers
-    kept = module.block_size, module.topk_blocks
-    module.block_size, module.topk_blocks = TRIED_BLOCK, TRIED_TOPK
-    try:
-        yield
-    finally:
-        module.block_size, module.topk_blocks = kept
+class MeanIndexer(ModelIndexer):
+    """A module that picks blocks by one key for each.
 
+    A block's key is the mean of its tokens' keys, normed, and rotated to the place of its first
+    token. So a token's row in the pool is its key, followed by the halves of cos and sin at its
+    place that are not repeated.
+    """
 
-def has_block_parts(module: torch.nn.Module) -> bool:
-    """Whether the module is built as an indexer of blocks."""
-    return is_built_of(module, PARTS, NUMBERS)
+    PARTS = frozenset({"index_qk_proj", "q_layernorm", "k_layernorm"})
+    NUMBERS = ("index_n_heads", "index_head_dim", "block_topk", "compress_ratio", "layer_idx")
+    PROJECTION = "index_qk_proj"
+    TRIED = MappingProxyType(
+        {
+            "compress_ratio": TRIED_BLOCK,
+            "block_topk": TRIED_TOPK,
+            "token_budget": TRIED_BLOCK * TRIED_TOPK,
+        }
+    )
 
+    @property
+    def shape(self) -> IndexShape:
+        module, config = self.module, self.owner.config
+        turned = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        return IndexShape(
+            topk=module.block_topk,
+            head_dim=module.index_head_dim + int(self.owner.head_dim * turned) // 2 * 2,
+            block_size=module.compress_ratio,
+            heads=config.num_key_value_heads,
+            begun_block=True,
+        )
 
-@torch.no_grad()
-def block_indexer(module: torch.nn.Module, owner: torch.nn.Module) -> BlockIndexer | None:
-    """The module as an indexer whose picks are its own; None if it is none of ours."""
-    if not has_block_parts(module):
-        return None
-    rotary = rotary_of(module)
-    if rotary is None:
-        return None
-    indexer = BlockIndexer(module=module, owner=owner, rotary=rotary)
-    return indexer if indexer.agrees() else None
+    @property
+    def answer(self) -> torch.Tensor:
+        """The module's result: a mask that hides nothing."""
+        device = self.module.index_qk_proj.weight.device
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        *_: object,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(index_q [T, Hi, Di], rows [T, Di + rotary dim]) of tokens in one row.
+
+        hidden_states: [1, T, hidden]. position_embeddings: cos and sin.
+        """
+        module, (cos, sin) = self.module, position_embeddings
+        heads = module.index_qk_proj(hidden_states).unflatten(-1, (-1, module.index_head_dim))
+        q, k = heads[:, :, : module.index_n_heads], heads[0, :, -1]
+        q = self.rotary(module.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
+        half = cos.shape[-1] // 2
+        return q[0], torch.cat([k, cos[0, :, :half].to(k), sin[0, :, :half].to(k)], dim=-1)
+
+    def keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keys [..., Di] of blocks of rows [..., block, Di + rotary dim] float32."""
+        module, dim = self.module, self.module.index_head_dim
+        dtype = module.index_qk_proj.weight.dtype
+        k = module.k_layernorm(rows[..., :dim].mean(-2).to(dtype)).flatten(0, -2)
+        cos, sin = (
+            half.flatten(0, -2).to(dtype).repeat(1, 2) for half in rows[..., 0, dim:].chunk(2, -1)
+        )
+        turned: torch.Tensor = self.rotary(k.unsqueeze(1), cos=cos, sin=sin, unsqueeze_dim=1)
+        return turned.squeeze(1).view(*rows.shape[:-2], dim)
+
+    @property
+    def ranking(self) -> KeysOfBlocks:
+        return KeysOfBlocks(make=self.keys)
+
+    def agrees(self) -> bool:
+        draw = torch.Generator().manual_seed(0)
+        rotary_dim = 2 * max(1, self.module.index_head_dim // 4)
+        hidden, turns, places = self.tokens(rotary_dim, draw)
+        causal = places <= places.unsqueeze(1)
+        own = self.own_result(hidden, turns, causal[None, None], None)
+        if own is None or own[0].shape != causal.shape:
+            return False
+        q, rows = (tensor[None].float() for tensor in self.project(hidden, turns))
+        scores = self.ranking.scores(q, rows, places[None], TRIED_BLOCK)
+        ours = self.ranking.picks(scores, places[None], TRIED_BLOCK, TRIED_TOPK + 1)[0, :, 0]
+        in_block = (ours.unsqueeze(-1) == places // TRIED_BLOCK).any(1)
+        theirs, seen = own[0], in_block & causal
+        if not bool((theirs.sum(-1) == seen.sum(-1)).all()):
+            return False
+        scores = scores[0, :, 0]
+        largest = scores[scores.isfinite()].max()
+        worst, expected = (
+            scores.masked_fill(~mask[:, ::TRIED_BLOCK] | scores.isneginf(), torch.inf).amin(-1)
+            for mask in (theirs, seen)
+        )
+        return not bool((expected - worst > TOLERANCE * largest).any())

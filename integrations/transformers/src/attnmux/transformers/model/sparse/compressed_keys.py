@@ -16,8 +16,7 @@ from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 from attnmux.core.plugin import shared_kernel, token_rows
 from attnmux.parts import PickedBlocks, PlainBlocks, add_sinks, merge_into
 from attnmux.transformers.model.sparse.compressed_pool import CompressedPool
-from attnmux.transformers.model.sparse.key_picks import SCORES_AT_ONCE, lens_of
-from attnmux.transformers.model.sparse.scores import best_keys, index_scores
+from attnmux.transformers.model.sparse.picks import lens_of, pick_keys, token_slices
 
 TOGETHER = 64
 """Keys that are picked as one if a token sees all."""
@@ -179,28 +178,15 @@ class CompressedKeys:
         """[T, 1, topk] int32: the keys that the indexer picks. table: [B, keys]. last: [T]."""
         pool, topk = self.pool.index_keys, self.pool.shape.topk
         assert pool is not None  # layers with an indexer have keys for it
-        q, weights = queries.q.contiguous(), queries.weights.contiguous()
+        q, weights = queries.q, queries.weights
         if step.spans is None:
             requests = [(table, slice(None))]
         else:
-            stops = torch.tensor([new for _, new in step.spans]).cumsum(0).tolist()
-            requests = [
-                (table[place : place + 1], slice(stop - new, stop))
-                for place, (stop, (_, new)) in enumerate(zip(stops, step.spans, strict=True))
-                if new
-            ]
+            requests = list(zip(torch.split(table, 1), token_slices(step.spans), strict=True))
         picks = torch.full((len(q), topk), -1, dtype=torch.int32, device=q.device)
-        for slots, tokens in requests:
-            keys = pool.keys(layer_id, slots.long())
-            q_rows, weighed, place, into = (
-                tensor[tokens].view(len(slots), -1, *tensor.shape[1:])
-                for tensor in (q, weights, last, picks)
-            )
-            at_once = max(1, SCORES_AT_ONCE // (len(slots) * q.shape[1] * keys.shape[1]))
-            for start in range(0, q_rows.shape[1], at_once):
-                some = slice(start, start + at_once)
-                scores = index_scores(q_rows[:, some], keys, weighed[:, some])
-                into[:, some] = best_keys(scores, place[:, some], topk)
+        for slots, some in requests:
+            tensors = q[some], weights[some], slots.long(), last[some], picks[some]
+            pick_keys(pool, layer_id, *tensors)
         return picks.unsqueeze(1)
 
     def _step(self, batch: ForwardBatch, captured: bool) -> _Step:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from attnmux.transformers.model.probe import TOLERANCE, are_alike
 from attnmux.transformers.model.sparse.compressed_keys import BlockRows, IndexQueries
 from attnmux.transformers.model.sparse.compressed_pool import CompressedShape
-from attnmux.transformers.model.sparse.indexer_trial import TOLERANCE
-from attnmux.transformers.model.sparse.scores import best_keys, index_scores
+from attnmux.transformers.model.sparse.ranking import best_keys, index_scores
 
 OVERLAPPING = {"DeepseekV4HCACompressor": False, "DeepseekV4CSACompressor": True}
 """By the class of a module: whether the first half of its projections is for the key of the next
@@ -115,7 +115,7 @@ class Compressor:
         keys, index_keys = self.make(BlockRows(rows=rows, missing=seen < 0, starts=ends - size + 1))
         if own.shape != (1, 1, *keys.shape) or hides.shape != (1, 1, count, len(keys)):
             return False
-        if bool((own[0, 0] - keys).abs().max() > TOLERANCE * keys.abs().max()):
+        if not are_alike(own[0, 0], keys):
             return False
         queries, last = self.asks(hidden, residual, places[None]), (places + 1) // size - 1
         theirs, number = hides[0, 0] == 0, torch.arange(len(keys), device=weight.device)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,9 +30,7 @@ from attnmux.transformers.model.part import ModelPart, TokenBytes
 from attnmux.transformers.model.sparse.compressed_keys import CompressedKeys
 from attnmux.transformers.model.sparse.compressed_pool import CompressedPool, CompressedShape
 from attnmux.transformers.model.sparse.compressor import OVERLAPPING, Compressor
-
-if TYPE_CHECKING:
-    from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.options import RunnerOptions
 
 
 @dataclass(kw_only=True, eq=False)

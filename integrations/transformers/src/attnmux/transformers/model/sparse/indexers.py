@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,32 +29,15 @@ from attnmux.core import (
 from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.model.attention import UNMASKED
 from attnmux.transformers.model.part import ModelPart, TokenBytes
-from attnmux.transformers.model.sparse.block_indexers import (
-    BlockIndexer,
-    block_indexer,
-    has_block_parts,
-)
-from attnmux.transformers.model.sparse.block_picks import BlockPicker
+from attnmux.transformers.model.sparse.block_indexers import BlockIndexer, MeanIndexer
 from attnmux.transformers.model.sparse.index_pool import IndexKPool
-from attnmux.transformers.model.sparse.index_shape import IndexShape
-from attnmux.transformers.model.sparse.key_indexers import KeyIndexer, has_key_parts, key_indexer
-from attnmux.transformers.model.sparse.key_picks import KeyPicker
-from attnmux.transformers.model.sparse.mean_indexers import (
-    MeanIndexer,
-    has_mean_parts,
-    mean_indexer,
-)
-
-if TYPE_CHECKING:
-    from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.model.sparse.key_indexers import KeyIndexer
+from attnmux.transformers.model.sparse.model_indexer import IndexShape
+from attnmux.transformers.model.sparse.picks import BlockPicker, KeyPicker
+from attnmux.transformers.options import RunnerOptions
 
 Indexer = KeyIndexer | BlockIndexer | MeanIndexer
-KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
-    (has_key_parts, key_indexer),
-    (has_block_parts, block_indexer),
-    (has_mean_parts, mean_indexer),
-)
-"""Whether a module is built as an indexer of the kind, and the indexer, if it picks as ours."""
+KINDS: tuple[type[Indexer], ...] = (KeyIndexer, BlockIndexer, MeanIndexer)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,11 +62,11 @@ class Indexers(ModelPart):
         """None also for an unknown one, which recording refuses, and for contexts in which they
         pick every key. Raises InvalidInput for indexers that differ from each other."""
         found = [
-            known_as(child, owner)
+            kind.find(child, owner)
             for owner in model.modules()
             for child in owner.children()
-            for has_parts, known_as in KINDS
-            if has_parts(child)
+            for kind in KINDS
+            if kind.is_built(child)
         ]
         known = tuple(indexer for indexer in found if indexer is not None)
         if not found or len(known) < len(found):

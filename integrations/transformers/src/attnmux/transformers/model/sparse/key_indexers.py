@@ -5,45 +5,50 @@ DeepSeek-V3.2 has such an indexer in its layers, and a backend of kind "nsa" rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.transformers.model.sparse.index_shape import IndexShape
-from attnmux.transformers.model.sparse.indexer_trial import (
-    PICKED,
+from attnmux.transformers.model.sparse.model_indexer import (
     TOLERANCE,
-    TRIED_TOKENS,
+    IndexShape,
+    ModelIndexer,
     forward_of,
     rotary_of,
 )
-from attnmux.transformers.model.sparse.scores import index_scores
+from attnmux.transformers.model.sparse.ranking import index_scores
 
-PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
-NUMBERS = ("n_heads", "head_dim", "index_topk", "qk_rope_head_dim", "layer_idx")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeyIndexer:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeyIndexer(ModelIndexer):
     """One module that picks the keys of its layer."""
 
-    module: Any
-    owner: torch.nn.Module
-    """The attention module that calls it."""
-    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """(q, k, cos, sin, unsqueeze_dim): the one that the module's forward calls."""
-    turns_first: bool = True
+    PARTS = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
+    NUMBERS = ("n_heads", "head_dim", "index_topk", "qk_rope_head_dim", "layer_idx")
+    PROJECTION = "wk"
+
+    turns_first: bool
     """Whether the rotary values of a head are its first ones, or its last."""
+
+    @classmethod
+    def is_built(cls, module: Any) -> bool:  # noqa: ANN401  # a torch module
+        if not super().is_built(module):
+            return False
+        code = forward_of(module).__code__
+        takes = code.co_varnames[: code.co_argcount]
+        return "q_resid" in takes and rotary_of(module) is not None
+
+    @classmethod
+    def ways(cls, **fields: Any) -> list[Self]:  # noqa: ANN401  # of this class
+        return [cls(**fields, turns_first=first) for first in (True, False)]
 
     @property
     def shape(self) -> IndexShape:
         return IndexShape(topk=self.module.index_topk, head_dim=self.module.head_dim)
-
-    @property
-    def answer(self) -> bool:
-        return PICKED
 
     def project(
         self,
@@ -76,50 +81,12 @@ class KeyIndexer:
         return q, k.squeeze(1), weights.float() * scale
 
     def agrees(self) -> bool:
-        """Whether the module's own forward ranks the keys of random tokens by our scores."""
-        module, count = self.module, TRIED_TOKENS
-        weight = module.wk.weight
-        draw = torch.Generator(device="cpu").manual_seed(0)
-
-        def drawn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=draw).to(weight)
-
-        hidden, q_resid = drawn(1, count, weight.shape[1]), drawn(1, count, module.wq_b.in_features)
-        angles = drawn(1, count, module.qk_rope_head_dim // 2).repeat(1, 1, 2)
-        turns = angles.cos(), angles.sin()
-        every = torch.ones(1, count, count, dtype=torch.bool, device=weight.device)
-        places = torch.arange(count, device=weight.device).unsqueeze(0)
-        try:
-            ranked = type(module).forward(module, hidden, q_resid, turns, every, places)[0].long()
-        except Exception:  # its forward takes something else: another version of the model
+        draw = torch.Generator().manual_seed(0)
+        hidden, turns, places = self.tokens(self.module.qk_rope_head_dim, draw)
+        q_resid = self.drawn(1, len(places), self.module.wq_b.in_features, draw=draw)
+        every = torch.ones(1, len(places), len(places), dtype=torch.bool, device=places.device)
+        ranked = self.own_result(hidden, q_resid, turns, every, places.unsqueeze(0))
+        if ranked is None:
             return False
-        scores = index_scores(*self.project(hidden, q_resid, turns)).gather(1, ranked)
+        scores = index_scores(*self.project(hidden, q_resid, turns)).gather(1, ranked.long())
         return bool((scores.diff(dim=1) <= TOLERANCE * scores.abs().max()).all())
-
-
-def has_key_parts(module: torch.nn.Module) -> bool:
-    """Whether the module is built as an indexer of keys."""
-    return _rotary_of(module) is not None
-
-
-@torch.no_grad()
-def key_indexer(module: torch.nn.Module, owner: torch.nn.Module) -> KeyIndexer | None:
-    """The module as an indexer whose ranking is its own; None if it is none of ours."""
-    rotary = _rotary_of(module)
-    if rotary is None:
-        return None
-    ways = (
-        KeyIndexer(module=module, owner=owner, rotary=rotary, turns_first=first)
-        for first in (True, False)
-    )
-    return next((indexer for indexer in ways if indexer.agrees()), None)
-
-
-def _rotary_of(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """The rotary function that an indexer's forward calls; None for any other module."""
-    parts = {name for name, _ in module.named_children()}
-    if not parts >= PARTS or not all(isinstance(getattr(module, name, 0), int) for name in NUMBERS):
-        return None
-    code = forward_of(module).__code__
-    takes: Sequence[str] = code.co_varnames[: code.co_argcount]
-    return rotary_of(module) if "q_resid" in takes else None

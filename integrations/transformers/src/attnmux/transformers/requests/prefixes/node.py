@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,8 +37,6 @@ class PrefixNode:
     """[len(tokens)] int64"""
     used: int
     """When it was last matched or inserted."""
-    namespace: Hashable = None
-    """Namespace of a root."""
     children: dict[Page, PrefixNode] = field(default_factory=dict, repr=False)
     """By the first page of each."""
     locks: int = 0
@@ -56,10 +54,9 @@ class PrefixNode:
         self.end = len(self.tokens) + (0 if self.parent is None else self.parent.end)
 
     @classmethod
-    def root(cls, namespace: Hashable) -> PrefixNode:
+    def root(cls) -> PrefixNode:
         """The empty prefix."""
-        no_slots = torch.empty(0, dtype=torch.int64)
-        return cls(parent=None, tokens=(), slots=no_slots, used=0, namespace=namespace)
+        return cls(parent=None, tokens=(), slots=torch.empty(0, dtype=torch.int64), used=0)
 
     @property
     def start(self) -> int:

@@ -19,15 +19,9 @@ class StatePrefixTree(PrefixTree):
     there, and then calls `keep`, lets the next one begin there.
     """
 
-    def __init__(self, allocator: PagedAllocator, page_size: int, states: LinearStatePool) -> None:
-        """Raises InvalidInput as `PrefixTree` does."""
+    def __init__(self, allocator: PagedAllocator, states: LinearStatePool) -> None:
         self.states = states
-        super().__init__(allocator, page_size)
-
-    @property
-    def num_kept(self) -> int:
-        """Prefixes whose states are kept."""
-        return len(self._kept)
+        super().__init__(allocator)
 
     def _continues(self, node: PrefixNode) -> bool:
         return node in self._kept and super()._continues(node)

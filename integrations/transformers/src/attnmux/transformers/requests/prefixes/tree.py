@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,25 +40,16 @@ class PrefixTree:
         allocator.free(slots[len(tokens) - len(tokens) % page_size :])   not a whole page
         tree.unlock(match.node)
 
-    `namespace` separates requests with other K and V for the same tokens (a LoRA adapter, the hash
-    of an image). Matching and inserting cost O(tokens) and do not synchronise with the device.
+    Matching and inserting cost O(tokens) and do not synchronise with the device.
     Pages whose window page a `SWAAllocator` has freed cannot be shared here: a request that freed
     some inserts nothing. With a `SWAAllocator` each insertion checks this, which synchronises. A
     `WindowPrefixTree` takes them.
     """
 
-    def __init__(self, allocator: PagedAllocator, page_size: int) -> None:
-        """Share `page_size` tokens at a time: one or several pages of the allocator.
-
-        Raises InvalidInput for a page size that is not a multiple of the allocator's.
-        """
-        InvalidInput.check_at_least(1, "page_size", page_size)
-        if page_size % allocator.page_size:
-            raise InvalidInput(
-                "page_size", got=page_size, expected=f"a multiple of {allocator.page_size}"
-            )
+    def __init__(self, allocator: PagedAllocator) -> None:
+        """Share a page of the allocator at a time."""
         self.allocator = allocator
-        self.page_size = page_size
+        self.page_size = allocator.page_size
         self._no_slots = torch.empty(0, dtype=torch.int64, device=allocator.device)
         self.reset()
 
@@ -72,13 +63,13 @@ class PrefixTree:
         """Tokens in locked prefixes."""
         return self._protected
 
-    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
+    def match(self, token_ids: Sequence[int]) -> PrefixMatch:
         """The longest cached prefix of whole pages that a request can continue.
 
         All of token_ids may match; pass one token less to have one left to run.
         Raises InvalidInput for a tensor of token ids, as `insert` does.
         """
-        node = self._walk(whole_pages(token_ids, self.page_size), namespace)
+        node = self._walk(whole_pages(token_ids, self.page_size))
         known = node.end
         while not node.is_root and not self._continues(node):
             assert node.parent is not None
@@ -89,10 +80,10 @@ class PrefixTree:
         """Whether a request can continue the prefix that ends in `node`."""
         return True
 
-    def find(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
+    def find(self, token_ids: Sequence[int]) -> PrefixMatch:
         """The longest cached prefix of whole pages, which becomes the most recently used one,
         whether or not a request can continue it. Raises InvalidInput as `match` does."""
-        node = self._walk(whole_pages(token_ids, self.page_size), namespace)
+        node = self._walk(whole_pages(token_ids, self.page_size))
         return self._match(node, node.end)
 
     def _match(self, node: PrefixNode, known: int) -> PrefixMatch:
@@ -100,9 +91,7 @@ class PrefixTree:
         slots = torch.cat(parts[::-1]) if parts else self._no_slots
         return PrefixMatch(slots=slots, node=node, known=known)
 
-    def insert(
-        self, token_ids: Sequence[int], slots: torch.Tensor, namespace: Hashable = None
-    ) -> int:
+    def insert(self, token_ids: Sequence[int], slots: torch.Tensor) -> int:
         """Give the tree the slots [at least all whole pages] int64 of token_ids.
 
         Returns the number of tokens that were already cached, a multiple of the page size. The tree
@@ -114,7 +103,7 @@ class PrefixTree:
         self._check_slots(slots, len(tokens))
         if tokens:
             self.allocator.check_owned(slots[: len(tokens)])
-        node = self._walk(tokens, namespace)
+        node = self._walk(tokens)
         there = node.end
         if there < len(tokens):
             self._append(node, tokens[there:], slots[there : len(tokens)])
@@ -125,8 +114,6 @@ class PrefixTree:
         # A copy, since the caller's tensor may be a view of a row that is reused
         leaf = PrefixNode(parent=node, tokens=tokens, slots=slots.clone(), used=self._clock)
         node.children[leaf.tokens[: self.page_size]] = leaf
-        if node.is_root:
-            self._roots[node.namespace] = node
         self._cached += len(leaf.tokens)
         self._offer(leaf)
         return leaf
@@ -171,25 +158,15 @@ class PrefixTree:
             freed.append(leaf.slots)
             self._remove(leaf)
         if freed:
-            slots, page_size = torch.cat(freed), self.allocator.page_size
-            self.allocator.free_pages(slots[::page_size] // page_size)
+            self.allocator.free_pages(torch.cat(freed)[:: self.page_size] // self.page_size)
         return num_freed
-
-    def clear(self) -> None:
-        """Free every prefix. Raises InvalidInput, changing nothing, while one is locked."""
-        if self._protected:
-            raise InvalidInput(
-                "clear", got=f"{self._protected} tokens are locked", expected="no locked prefix"
-            )
-        self.evict(self._cached)
-        self.reset()
 
     def reset(self) -> None:
         """Forget every prefix, locked or not, without freeing its slots.
 
         For use together with `allocator.clear()`.
         """
-        self._roots: dict[Hashable, PrefixNode] = {}
+        self._root = PrefixNode.root()
         self._cached = 0
         self._protected = 0
         self._clock = 0
@@ -197,12 +174,10 @@ class PrefixTree:
         self._leaves: list[tuple[int, int, PrefixNode]] = []
         self._num_offers = 0
 
-    def _walk(self, tokens: tuple[int, ...], namespace: Hashable) -> PrefixNode:
+    def _walk(self, tokens: tuple[int, ...]) -> PrefixNode:
         """The node where the cached prefix of the tokens ends; its path becomes the latest."""
         self._clock += 1
-        # Namespaces may be many: a root is kept only once something is inserted
-        node = self._roots.get(namespace) or PrefixNode.root(namespace)
-        place = 0
+        node, place = self._root, 0
         while place < len(tokens):
             child = node.children.get(tokens[place : place + self.page_size])
             if child is None:
@@ -237,8 +212,6 @@ class PrefixTree:
     def _remove(self, leaf: PrefixNode) -> None:
         parent = leaf.detach(self.page_size)
         self._cached -= len(leaf.tokens)
-        if parent.is_root and not parent.children:
-            self._roots.pop(parent.namespace, None)
         self._offer(parent)
 
     def _check_alive(self, node: PrefixNode) -> None:
@@ -260,12 +233,12 @@ class PrefixTree:
 
     def _check_pages(self, slots: torch.Tensor) -> None:
         """Require whole pages of the allocator with their slots in order. Synchronises."""
-        pages = slots.view(-1, self.allocator.page_size)
+        pages = slots.view(-1, self.page_size)
         in_order = pages[:, :1] + torch.arange(pages.shape[1], device=slots.device)
-        broken = (pages != in_order).any(1) | (pages[:, 0] % self.allocator.page_size != 0)
+        broken = (pages != in_order).any(1) | (pages[:, 0] % self.page_size != 0)
         if bool(broken.any()):
             raise InvalidInput(
                 "slots",
                 got=f"{pages[broken][0].tolist()}",
-                expected=f"whole pages of {self.allocator.page_size} slots in order",
+                expected=f"whole pages of {self.page_size} slots in order",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +63,8 @@ class WindowPrefixTree(PrefixTree):
     and the prefix when it ends. `evict_windows` frees window pages that are not locked.
     """
 
-    def __init__(self, allocator: SWAAllocator, page_size: int, span: WindowSpan) -> None:
-        """Raises InvalidInput as `PrefixTree` does."""
-        super().__init__(allocator, page_size)
+    def __init__(self, allocator: SWAAllocator, span: WindowSpan) -> None:
+        super().__init__(allocator)
         self.swa_allocator = allocator
         self.span = span
 
@@ -86,7 +85,6 @@ class WindowPrefixTree(PrefixTree):
         self,
         token_ids: Sequence[int],
         slots: torch.Tensor,
-        namespace: Hashable = None,
         *,
         windows_from: int = 0,
     ) -> int:
@@ -99,7 +97,7 @@ class WindowPrefixTree(PrefixTree):
         self._check_slots(slots, len(tokens))
         if tokens and self.allocator.debug:
             self.swa_allocator.check_owned(slots[: len(tokens)], windows_from=windows_from)
-        node = self._walk(tokens, namespace)
+        node = self._walk(tokens)
         there = node.end
         self._restore(node, slots, windows_from)
         for stop, has_window in ((min(windows_from, len(tokens)), False), (len(tokens), True)):
@@ -200,7 +198,7 @@ class WindowPrefixTree(PrefixTree):
     def _evictable(self) -> Iterator[tuple[PrefixNode, int]]:
         """The nodes whose windows may be freed. With each, the first token whose window is needed
         where the cached prefixes through the node end or part next."""
-        heads = [child for root in self._roots.values() for child in root.children.values()]
+        heads = [*self._root.children.values()]
         while heads:
             run = [heads.pop()]
             while not self._may_end(run[-1]):
@@ -220,16 +218,9 @@ class WindowStatePrefixTree(StatePrefixTree, WindowPrefixTree):
     """A prefix tree whose prefixes are continued where their states were kept and the windows at
     their ends are still there."""
 
-    def __init__(
-        self,
-        allocator: SWAAllocator,
-        page_size: int,
-        span: WindowSpan,
-        states: LinearStatePool,
-    ) -> None:
-        """Raises InvalidInput as `PrefixTree` does."""
+    def __init__(self, allocator: SWAAllocator, span: WindowSpan, states: LinearStatePool) -> None:
         self.states = states
-        WindowPrefixTree.__init__(self, allocator, page_size, span)
+        WindowPrefixTree.__init__(self, allocator, span)
 
     def _may_end(self, node: PrefixNode) -> bool:
         return node in self._kept or super()._may_end(node)

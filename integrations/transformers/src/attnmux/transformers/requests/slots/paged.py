@@ -79,7 +79,7 @@ class PagedAllocator:
         if num_tokens < 0:
             raise InvalidInput("num_tokens", got=num_tokens, expected="at least 0")
         with UndoneOnError(self):
-            pages = self._take(-(-num_tokens // self.page_size))
+            pages = self.alloc_pages(-(-num_tokens // self.page_size))
             if self.page_size == 1:
                 return pages
             offsets = torch.arange(self.page_size, device=self.device)
@@ -88,8 +88,9 @@ class PagedAllocator:
     def alloc_pages(self, num_pages: int) -> torch.Tensor:
         """Numbers of fresh pages [num_pages] int64: page p holds the slots from p * page_size on.
 
-        For callers that know on the host when a request needs a page."""
-        return self._take(num_pages)
+        For callers that know on the host when a request needs a page. Raises PoolExhausted, and
+        InvalidInput below 0, changing nothing."""
+        return self._free_list.take(num_pages)
 
     def alloc_extend(
         self,
@@ -112,12 +113,12 @@ class PagedAllocator:
             check_extend(prefix_lens, seq_lens, last_loc, extend_num_tokens, self.page_size)
             self._check_tails(prefix_lens, seq_lens, last_loc)
         if self.page_size == 1:
-            return self._take(extend_num_tokens)
+            return self.alloc_pages(extend_num_tokens)
         before = prefix_lens if prefix_lens_cpu is None else prefix_lens_cpu
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         num_pages = int((self._page_count(after) - self._page_count(before)).sum())
         with UndoneOnError(self):
-            pages = self._take(num_pages)
+            pages = self.alloc_pages(num_pages)
             return place_extend(
                 prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
             )
@@ -160,10 +161,6 @@ class PagedAllocator:
 
     def _page_count(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + (self.page_size - 1)) // self.page_size
-
-    def _take(self, num_pages: int) -> torch.Tensor:
-        """Fresh pages [num_pages] int64, or PoolExhausted."""
-        return self._free_list.take(num_pages)
 
     def _give(self, pages: torch.Tensor) -> None:
         """Take distinct pages [n] int64 back."""

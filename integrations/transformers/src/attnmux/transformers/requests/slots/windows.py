@@ -83,10 +83,10 @@ class SWAAllocator(PagedAllocator):
         self._swa_list.clear()
         self.pool.unpair(torch.arange(self.size // self.page_size + 1, device=self.device))
 
-    def _take(self, num_pages: int) -> torch.Tensor:
+    def alloc_pages(self, num_pages: int) -> torch.Tensor:
         self._swa_list.check_room(num_pages)
         with UndoneOnError(self):
-            pages = super()._take(num_pages)
+            pages = super().alloc_pages(num_pages)
             self.pool.pair(pages, self._swa_list.take(num_pages))
             return pages
 

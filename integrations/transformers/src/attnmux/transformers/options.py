@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,9 +21,26 @@ from attnmux.core import (
     Policy,
     TunedLaunch,
 )
+from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.requests.pools import WINDOW_STEP_TOKENS
-from attnmux.transformers.run.ranks import ONE_RANK, Ranks
+
+PIECE_SIZES = (
+    *range(16, 65, 16),
+    *range(80, 129, 16),
+    *range(160, 257, 32),
+    *range(320, 513, 64),
+    *range(640, 1025, 128),
+    *range(1280, 2049, 256),
+)
+"""Numbers of tokens for prompts in pieces, of which no step pads more than a quarter above 64."""
+
+
+def usual_pieces(most: int) -> tuple[int, ...]:
+    """The usual numbers of tokens for steps of at most so many."""
+    fitting = bisect_left(PIECE_SIZES, most)
+    return PIECE_SIZES[: fitting + 1]
+
 
 LEAST: Mapping[int, Sequence[str]] = MappingProxyType(
     {
@@ -155,6 +173,36 @@ class RunnerOptions:
     BackendFailed takes the next candidate."""
     wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None
     """Called with the backend that was made; the runner uses what it returns, such as a canary."""
+
+    @property
+    def piece_tokens(self) -> int:
+        """The most tokens of steps that may be captured in pieces; 0 for none."""
+        if self.graph is False or self.ranks.size > 1:
+            return 0
+        usual = usual_pieces(self.max_batch_size * self.max_context_len)
+        return max(usual if self.piece_sizes is None else self.piece_sizes, default=0)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the request table: those of the encoder's tokens come first."""
+        return (self.max_encoder_len or 0) + self.max_context_len
+
+    def pool_tokens(self, page_size: int) -> int | None:
+        """Tokens of a rank's pool, in whole pages; None if memory alone limits them. They fit even
+        if each request's last page is partly filled.
+
+        Raises InvalidInput without `max_total_tokens` and `memory`.
+        """
+        building = self.ranks.building
+        if self.max_total_tokens is None:
+            if self.memory is None:
+                raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
+            return None
+        # With tokens interleaved over ranks, each page of these may be filled in part
+        may_fill_in_part = page_size > 1 or building.tokens_each(2) < 2
+        part_filled = self.max_batch_size if may_fill_in_part else 0
+        tokens = building.tokens_each(self.max_total_tokens)
+        return (tokens // page_size + part_filled + self.spare_pages) * page_size
 
     def device_on(self, platform: Platform) -> torch.device:
         """The device to run on. Raises InvalidInput for one that torch cannot use here."""

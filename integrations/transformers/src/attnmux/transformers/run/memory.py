@@ -1,4 +1,4 @@
-"""How much a runner has room for, and the memory that this takes."""
+"""A model for a runner, and the memory that its requests take."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from attnmux.core import (
     Decision,
-    InvalidInput,
     KVPool,
     LayerSpec,
+    LinearLayerSpec,
     PoolExhausted,
     ReqToTokenPool,
     torch_dtype,
 )
 from attnmux.parts import LinearStatePool, RequestPages
 from attnmux.transformers.model.decoder_layers import decoder_layers
-from attnmux.transformers.requests.memory_budget import MemoryBudget
+from attnmux.transformers.model.eagle_head import EagleHead
+from attnmux.transformers.model.packed_decoder import PackedDecoder
+from attnmux.transformers.model.part import ModelPart
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests.pools import (
     PoolSizes,
     bytes_per_token,
@@ -29,55 +33,28 @@ from attnmux.transformers.requests.pools import (
 from attnmux.transformers.requests.prefixes import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.requests.shapes import SHAPE, by_shape
 from attnmux.transformers.requests.slots import PagedAllocator
-from attnmux.transformers.run.ranks import Ranks
-from attnmux.transformers.run.served_model import ServedModel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Capacity:
-    """The most that requests take. Raises InvalidInput without max_total_tokens and memory."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ServedModel:
+    """A model that calls attnmux for attention, on the device that it runs on."""
 
-    max_batch_size: int
-    max_context_len: int
-    max_total_tokens: int | None = None
-    """Tokens of all requests together; they fit even if each one's last page is partly filled."""
-    memory: MemoryBudget | None = None
-    """Budget of the KV pool, the linear states, and the bounds and copies of chosen pages. If both
-    are given, the smaller one counts."""
-    spare_pages: int = 0
-    """See `RunnerOptions`."""
-    max_encoder_len: int = 0
-    """Encoder tokens of a request, in addition to its `max_context_len`; 0 for a decoder-only
-    model."""
-    kept_states: int = 0
-    """Prefixes whose linear layers' states are kept."""
-    piece_tokens: int = 0
-    """The most tokens of a step that is captured in pieces. The room for its activations is taken
-    from a share of the memory."""
-    window_step_tokens: int | None = None
-    """The prompt tokens of a step, at least, for which a window pool has room (see `pool_sizes`);
-    None puts all layers into one pool. Callers then `slide` requests before each step, as the
-    engine does."""
-
-    def __post_init__(self) -> None:
-        if self.max_total_tokens is None and self.memory is None:
-            raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
+    module: PreTrainedModel | PackedDecoder
+    """Loaded with attn_implementation="attnmux"; an encoder-decoder model as a `PackedDecoder`."""
+    layers: Sequence[LayerSpec]
+    """From `record_layers` or `record_decoder`, as its parts mark them."""
+    parts: Sequence[ModelPart] = ()
+    """Features beyond attention over all keys, bound."""
 
     @property
-    def columns(self) -> int:
-        """Columns of the request table."""
-        return self.max_encoder_len + self.max_context_len
+    def linear(self) -> tuple[LinearLayerSpec, ...]:
+        """Layers without softmax attention."""
+        return tuple(layer for part in self.parts for layer in part.linear)
 
-    def pool_tokens(self, page_size: int, ranks: Ranks) -> int | None:
-        """Tokens of a rank's pool, in whole pages; None if memory alone limits them."""
-        if self.max_total_tokens is None:
-            return None
-        # With tokens interleaved over ranks, each page of these may be filled in part
-        part_filled = (
-            self.max_batch_size if page_size > 1 or ranks.building.tokens_each(2) < 2 else 0
-        )
-        tokens = ranks.building.tokens_each(self.max_total_tokens)
-        return (tokens // page_size + part_filled + self.spare_pages) * page_size
+    @property
+    def head(self) -> EagleHead | None:
+        """The model, if it is an EAGLE head, whose tokens join hidden states."""
+        return self.module if isinstance(self.module, EagleHead) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,41 +72,40 @@ class RunnerMemory:
     linear_states: LinearStatePool | None
 
 
-def allocate(
-    model: ServedModel, decision: Decision, capacity: Capacity, ranks: Ranks
-) -> RunnerMemory:
-    """The memory of a model for so much. Raises PoolExhausted if it does not suffice."""
+def allocate(model: ServedModel, decision: Decision, options: RunnerOptions) -> RunnerMemory:
+    """The memory of a model for the requests of the options. Raises PoolExhausted if it does not
+    suffice."""
+    ranks = options.ranks
     device, stored = model.module.device, ranks.building.stored(model.layers)
     for part in model.parts:
         stored = part.stored(stored)
     taken = [part.bytes_per_token(decision) for part in model.parts]
-    batch_size, memory = capacity.max_batch_size, capacity.memory
-    takes_share = memory is not None and memory.fraction is not None
-    one_pool = capacity.max_encoder_len > 0 or any(part.one_pool for part in model.parts)
-    states = make_states(model.linear, decision, batch_size, capacity.kept_states, device)
+    batch_size = options.max_batch_size
+    one_pool = bool(options.max_encoder_len) or any(part.one_pool for part in model.parts)
+    kept_states = batch_size if options.kept_states is None else options.kept_states
+    states = make_states(model.linear, decision, batch_size, kept_states, device)
     sizes = pool_sizes(
         stored,
         decision,
-        max_tokens=capacity.pool_tokens(decision.page_size, ranks),
+        max_tokens=options.pool_tokens(decision.page_size),
         nbytes=_kv_bytes(
             decision,
-            capacity,
+            options,
             stored,
             states,
-            ranks,
             beside=sum(cost.beside for cost in taken),
-            pieces=piece_bytes(model.module, capacity.piece_tokens) if takes_share else 0,
+            pieces=_piece_bytes(model.module, decision, options),
             device=device,
         ),
-        max_batch_size=capacity.max_batch_size,
-        window_step_tokens=None if one_pool else capacity.window_step_tokens,
+        max_batch_size=batch_size,
+        window_step_tokens=None if one_pool else options.window_step_tokens,
         more_bytes=(sum(cost.full for cost in taken), sum(cost.windowed for cost in taken)),
     )
     rank_pool, allocator, window_tree = make_pools(
         stored, decision, sizes, device=device, states=states
     )
     pool, allocator = ranks.building.shared_pool(rank_pool, allocator)
-    table = ReqToTokenPool(batch_size, capacity.columns, device)
+    table = ReqToTokenPool(batch_size, options.columns, device)
     return RunnerMemory(
         sizes=sizes,
         kv_tokens=allocator.size * ranks.requests.num_parts,
@@ -142,9 +118,12 @@ def allocate(
     )
 
 
-def piece_bytes(model: torch.nn.Module, num_tokens: int) -> int:
-    """About the memory that steps of so many tokens take when they are captured in pieces: twice
-    the results of the linear maps of the widest layer."""
+def _piece_bytes(model: torch.nn.Module, decision: Decision, options: RunnerOptions) -> int:
+    """About the memory of steps that are captured in pieces, which a share of the memory leaves
+    free: twice the results of the linear maps of the widest layer."""
+    num_tokens = options.piece_tokens if decision.request.graph else 0
+    if not num_tokens or options.memory is None or options.memory.fraction is None:
+        return 0
     widths = [
         sum(each.out_features for each in layer.modules() if isinstance(each, torch.nn.Linear))
         for layer, _, _ in decoder_layers(model)
@@ -162,15 +141,14 @@ def _state_tree(
         return None
     if isinstance(window_tree, StatePrefixTree):  # one tree keeps both
         return window_tree
-    return StatePrefixTree(allocator, allocator.page_size, states)
+    return StatePrefixTree(allocator, states)
 
 
 def _kv_bytes(
     decision: Decision,
-    capacity: Capacity,
+    options: RunnerOptions,
     stored: Sequence[LayerSpec],
     states: LinearStatePool | None,
-    ranks: Ranks,
     *,
     beside: int,
     pieces: int,
@@ -182,7 +160,7 @@ def _kv_bytes(
     in pieces.
     Raises PoolExhausted if the states leave nothing.
     """
-    memory, page_size = capacity.memory, decision.page_size
+    memory, page_size = options.memory, decision.page_size
     if memory is None:
         return None
     budget, taken = memory.resolve(device) - pieces, 0
@@ -192,12 +170,12 @@ def _kv_bytes(
             what, hint = states.described
             what += ", next to a KV pool, in bytes"
             raise PoolExhausted(what, wanted=taken, available=budget, hint=hint)
-    taken += _copies_bytes(decision, capacity, stored)
+    taken += _copies_bytes(decision, options, stored)
     left = max(budget - taken, 0)
     ours = bytes_per_token(stored, decision) * page_size
     theirs = _bounds_bytes(decision, stored) + beside * page_size
     left = left * ours // (ours + theirs)
-    return ranks.building.smallest(left)
+    return options.ranks.building.smallest(left)
 
 
 def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:
@@ -209,12 +187,12 @@ def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:
     return 2 * values * dtype.itemsize
 
 
-def _copies_bytes(decision: Decision, capacity: Capacity, stored: Sequence[LayerSpec]) -> int:
+def _copies_bytes(decision: Decision, options: RunnerOptions, stored: Sequence[LayerSpec]) -> int:
     """Bytes of the pools that chosen pages are copied to: a layer's for each shape of layers."""
     budget, page_size = decision.request.sparse_budget, decision.page_size
     if budget is None:
         return 0
-    pages = RequestPages.of_budget(budget, page_size=page_size, max_context_len=capacity.columns)
-    tokens = (capacity.max_batch_size * pages + 1) * page_size
+    pages = RequestPages.of_budget(budget, page_size=page_size, max_context_len=options.columns)
+    tokens = (options.max_batch_size * pages + 1) * page_size
     first = [alike[0] for alike in by_shape(stored, *SHAPE)]
     return tokens * sum(bytes_per_token([layer], decision) for layer in first)
