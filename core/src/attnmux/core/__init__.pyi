@@ -44,14 +44,12 @@ from attnmux.core.facts.policy import Policy as Policy
 from attnmux.core.facts.request import Request as Request
 from attnmux.core.facts.values import LayerGroup as LayerGroup
 from attnmux.core.facts.verdicts import Reason as Reason
-from attnmux.core.find.graphs import with_graphs as with_graphs
 from attnmux.core.find.plugins import Plugins as Plugins
 from attnmux.core.find.settings import Settings as Settings
 from attnmux.core.graph.config import GraphConfig as GraphConfig
 from attnmux.core.graph.config import ModelInput as ModelInput
 from attnmux.core.graph.devices import CapturingRanks as CapturingRanks
 from attnmux.core.graph.devices import DeviceGraphs as DeviceGraphs
-from attnmux.core.graph.pieces import PieceForward as PieceForward
 from attnmux.core.graph.pieces import PieceRunner as PieceRunner
 from attnmux.core.graph.runner import GraphRunner as GraphRunner
 from attnmux.core.kv.foreign import foreign_pool as foreign_pool

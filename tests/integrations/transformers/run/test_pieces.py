@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from attnmux.core import Chooser, DeviceGraphs, GraphUnsupported, InvalidInput, Plugins
-from attnmux.core.plugin import CapturedPiece
+from attnmux.core.plugin import CapturedGraph
 from attnmux.testing import RecordingGraphs
 from attnmux.transformers import (
     Engine,
@@ -123,7 +123,7 @@ class Cuts(DeviceGraphs):
     @contextmanager
     def piece(self):
         self.notes.append("begin")
-        yield CapturedPiece(replay=lambda: None)
+        yield CapturedGraph(replay=lambda: None)
         self.notes.append("end")
 
     def unowned(self, tensor):

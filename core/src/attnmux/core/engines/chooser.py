@@ -17,6 +17,7 @@ from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
+from attnmux.core.find.graphs import with_graphs
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.measurement import Measurement
@@ -31,6 +32,7 @@ class Chooser:
     platform_of = staticmethod(platform_of)
     reported_device = staticmethod(reported_device)
     canary = staticmethod(engine_canary)
+    with_graphs = staticmethod(with_graphs)
 
     platform: Platform
     offers: tuple[Offer, ...]

@@ -15,7 +15,7 @@ from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.latent import UpProjection
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.errors import GraphUnsupported
-from attnmux.core.graph.devices import CapturedPiece, DeviceGraphs
+from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs
 
 
 class Call(NamedTuple):
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 class CapturedPieces(NamedTuple):
     """A step of one number of tokens."""
 
-    pieces: Sequence[CapturedPiece]
+    pieces: Sequence[CapturedGraph]
     """One more than the calls: the last one follows them."""
     calls: Sequence[Call]
 
@@ -57,7 +57,7 @@ class Breaks(AttentionBackend):
         super().__init__(backend.context, backend.options)
         self._devices = devices
         self._open: ExitStack | None = None
-        self._pieces: list[CapturedPiece] = []
+        self._pieces: list[CapturedGraph] = []
         self._calls: list[Call] = []
 
     def capture(self, run_model: Callable[[], object]) -> CapturedPieces:

@@ -36,28 +36,18 @@ class GraphStep:
         return self.forward()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CapturedGraph:
-    """A step that can be launched again."""
-
-    outputs: Any
-    """The step's result, which each replay overwrites."""
-    nbytes: int
-    """Memory that the graph takes on the device."""
-    replay: Callable[[], None]
-    """Runs the captured step on the present contents of its buffers."""
-    repeats: bool = True
-    """Whether replays may follow each other without `init_forward_metadata_out_graph` between."""
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
-class CapturedPiece:
-    """A part of a step that can be launched again, once the block that captures it has ended."""
+class CapturedGraph:
+    """A step, or a piece of one, that can be launched again."""
 
     replay: Callable[[], None]
     """Runs the captured operations on the present contents of their buffers."""
+    outputs: Any = None
+    """The step's result, which each replay overwrites; None for a piece."""
     nbytes: int = 0
     """Memory that the graph takes on the device."""
+    repeats: bool = True
+    """Whether replays may follow each other without `init_forward_metadata_out_graph` between."""
 
 
 class DeviceGraphs(ABC):
@@ -80,9 +70,9 @@ class DeviceGraphs(ABC):
     def capture(self, step: GraphStep) -> CapturedGraph:
         """Capture the step. Raises GraphUnsupported for a step that cannot be replayed."""
 
-    def piece(self) -> AbstractContextManager[CapturedPiece]:
+    def piece(self) -> AbstractContextManager[CapturedGraph]:
         """A block, inside a session, whose operations are captured. It may end in another function
-        than the one that began it.
+        than the one that began it. What it captured can be launched once it has ended.
 
         Raises GraphUnsupported for a device whose graphs hold whole steps alone, and at the end
         for operations that cannot be replayed.
@@ -159,16 +149,16 @@ class StreamGraphs(DeviceGraphs):
 
     def capture(self, step: GraphStep) -> CapturedGraph:
         with self.piece() as whole:
-            outputs = step.run()
-        return CapturedGraph(outputs=outputs, nbytes=whole.nbytes, replay=whole.replay)
+            whole.outputs = step.run()
+        return whole
 
     @contextmanager
-    def piece(self) -> Iterator[CapturedPiece]:
+    def piece(self) -> Iterator[CapturedGraph]:
         api, graph = self._api, self._graph()
         # Otherwise torch's cache of the warm-ups would hide the memory that the graph takes
         api.empty_cache()
         free, _ = api.mem_get_info(self._device)
-        piece = CapturedPiece(replay=graph.replay)
+        piece = CapturedGraph(replay=graph.replay)
         try:
             with api.graph(
                 graph,

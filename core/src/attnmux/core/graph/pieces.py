@@ -23,10 +23,6 @@ from attnmux.core.graph.config import padded_size
 from attnmux.core.graph.devices import DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
 
-PieceForward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], Any]
-"""A model's call, with the batch, its `input_ids` [T] int64, and the indices [n] int64 of tokens
-whose results it returns: a tensor, or a tuple, list or dict of tensors, each with n rows."""
-
 INPUT = "input_ids"
 
 
@@ -39,10 +35,15 @@ class PieceRunner:
     part in attention, and gets a result of 0 from it.
     """
 
+    Forward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], Any]
+    """A model's call, with the batch, its `input_ids` [T] int64, and the indices [n] int64 of
+    tokens whose results it returns: a tensor, or a tuple, list or dict of tensors, each with n
+    rows."""
+
     def __init__(
         self,
         backend: AttentionBackend,
-        forward: PieceForward,
+        forward: Forward,
         *,
         sizes: Sequence[int],
         max_rows: int,

@@ -78,6 +78,5 @@ from attnmux.core.facts.values import OptionValue as OptionValue
 from attnmux.core.find.hooks import hookimpl as hookimpl
 from attnmux.core.find.visibility import visible_devices as visible_devices
 from attnmux.core.graph.devices import CapturedGraph as CapturedGraph
-from attnmux.core.graph.devices import CapturedPiece as CapturedPiece
 from attnmux.core.graph.devices import GraphStep as GraphStep
 from attnmux.core.graph.devices import StreamGraphs as StreamGraphs

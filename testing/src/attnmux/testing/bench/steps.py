@@ -288,7 +288,7 @@ def _pool(
             layer_id: torch.zeros(shape, dtype=given["dtype"], device=device)
             for layer_id in given["layer_ids"]
         }
-        buffers = {layer_id: row.split(dims, dim=-1) for layer_id, row in rows.items()}
+        buffers = {layer_id: torch.split(row, list(dims), dim=-1) for layer_id, row in rows.items()}
         return foreign_pool(buffers, page_size=given["page_size"])
     return MHATokenToKVPool(**given, num_kv_heads=heads, head_dim=dims[0], v_head_dim=dims[1])
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from attnmux.core import DeviceGraphs
-from attnmux.core.plugin import CapturedGraph, CapturedPiece, GraphStep
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing.graphs.recorder import Recorder
 from attnmux.testing.graphs.tape import GraphViolation, Tape
 
@@ -66,9 +66,9 @@ class RecordingGraphs(DeviceGraphs):
         return CapturedGraph(outputs=outputs, nbytes=tape.nbytes, replay=_replaying(tape))
 
     @contextmanager
-    def piece(self) -> Iterator[CapturedPiece]:
+    def piece(self) -> Iterator[CapturedGraph]:
         tape = Tape()
-        piece = CapturedPiece(replay=_replaying(tape))
+        piece = CapturedGraph(replay=_replaying(tape))
         with (
             torch.compiler.set_stance("force_eager"),
             HostReads(FORWARD),

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from attnmux.core import (
     BackendFailed,
+    Chooser,
     Decision,
     InvalidInput,
     NoBackend,
     Offer,
     Platform,
     Request,
-    with_graphs,
 )
 from attnmux.parts import expanded_request
 from attnmux.transformers.load.model_request import without_indexer
@@ -75,7 +75,7 @@ def decide(
         request = request.replace(origin="model", chunked_prefix=True)
     request = _with_drafts(request, options)
     if options.graph is None:
-        request = with_graphs(request, platform)
+        request = Chooser.with_graphs(request, platform)
     decision = options.ranks.building.solve(
         request, platform, offers, options.policy, options.measurements
     )

@@ -18,8 +18,8 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.parts import LinearStatePool, RequestPages
-from attnmux.transformers.model.decoder_layers import decoder_layers
 from attnmux.transformers.model.eagle_head import EagleHead
+from attnmux.transformers.model.hidden_states import decoder_layers
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.model.part import ModelPart
 from attnmux.transformers.options import RunnerOptions

@@ -14,7 +14,6 @@ from attnmux.core import (
     DeviceGraphs,
     ForwardBatch,
     GraphUnsupported,
-    PieceForward,
     PieceRunner,
 )
 from attnmux.transformers.model.packed_decoder import PackedDecoder
@@ -73,7 +72,7 @@ class PromptPieces:
 def make_pieces(
     model: ServedModel,
     backend: AttentionBackend,
-    forward: PieceForward,
+    forward: PieceRunner.Forward,
     *,
     sizes: Sequence[int] | None,
     devices: DeviceGraphs | None,
