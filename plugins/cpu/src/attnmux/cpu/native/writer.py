@@ -63,7 +63,7 @@ class NativeWriter:
             self._pool.set_kv_buffer(layer, loc, first, second, layer.k_scale, layer.v_scale)
 
     def _of(self, layer: LayerSpec) -> tuple[Written, torch.dtype, torch.Size, torch.Size]:
-        """A layer's call, and the dtype and the dims of a token of the two buffers it fills."""
+        """A layer's call, and the dtype and the dims of a token of both buffers that it writes."""
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
         if layer.kind == "mla":
             rank = values.shape[-1]
