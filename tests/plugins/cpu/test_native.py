@@ -139,19 +139,25 @@ def test_the_library_is_compiled_once_and_nothing_else_is_left(
     assert caplog.text.count("compiling the kernels") == 1
 
 
+def put(path: Path, content: bytes) -> None:
+    """A file in place of the one that this process has loaded, which would end with a bus error if
+    its pages went."""
+    path.unlink()
+    path.write_bytes(content)
+
+
 def damage(path: Path) -> None:
-    path.write_bytes(b"no library")
+    put(path, b"no library")
 
 
 def append(path: Path) -> None:
-    with open(path, "ab") as file:
-        file.write(b"more")
+    put(path, path.read_bytes() + b"more")
 
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    path.write_bytes(content)
+    put(path, content)
 
 
 def open_to_a_group(path: Path) -> None:
