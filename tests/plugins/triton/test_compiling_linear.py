@@ -179,7 +179,7 @@ def test_kernels_of_linear_layers_compile_and_fit(arch, script, full):
     assert {line["kernel"] for line in lines} == KERNELS
     assert [line for line in lines if line["spare"] < 0] == []
     for line in lines:
-        name = line["kernel"].partition(".")[2]
+        name = line["kernel"].rpartition(".")[2]
         is_scan = name == "scan_channels"
         if arch in SCRATCH:
             assert line["scratch"] <= (SCAN_SCRATCH if is_scan else SCRATCH)[arch], line

@@ -189,7 +189,7 @@ def test_samples_are_those_of_each_prompt_alone(tiny, run_on):
 
 def test_the_shipped_model_answers_many_questions_about_one_text(run_on):
     tokenizer = AutoTokenizer.from_pretrained(recall.PATH)
-    text, _ = recall.make_prompt(random.Random(4), 600, pairs=12)
+    text, _ = recall.make_prompt(random.Random(4), 600)
     stem = text[:-2]
     pairs = [word for word in stem.replace(".", " ").replace(",", " ").replace(";", " ").split()]
     asked = {word[0]: word[1:] for word in pairs if word[1:].isdigit()}
