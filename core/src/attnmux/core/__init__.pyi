@@ -1,6 +1,7 @@
 """The public names for engine authors, each with its module."""
 
 from attnmux.core.cards.card import Offer as Offer
+from attnmux.core.choosing.ahead import begin_ahead as begin_ahead
 from attnmux.core.choosing.choice import Choice as Choice
 from attnmux.core.choosing.decision import Decision as Decision
 from attnmux.core.choosing.solver import solve as solve

@@ -15,6 +15,7 @@ from attnmux.core import (
     Offer,
     Platform,
     Request,
+    begin_ahead,
     make_first,
 )
 from attnmux.transformers.load.checkpoint import Checkpoint
@@ -57,9 +58,10 @@ def load_decoder(
     stated = _stated(checkpoint, options, dtype)
     if stated is not None:
         by_config = stated_ways(stated, options)
-        ranks.building.decided(
+        decision = ranks.building.decided(
             lambda: decide_first(by_config, platform, offers, options), platform, offers
         )
+        begin_ahead(decision, offers)
     device = options.device_on(platform)
     model = load_model(
         checkpoint,
