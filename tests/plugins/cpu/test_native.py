@@ -147,9 +147,6 @@ def test_who_needs_the_library_waits_for_the_compiler_that_began(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     compiled: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    compiled: Path,
 ) -> None:
     commands: list[list[str]] = []
     began, goes_on = threading.Event(), threading.Event()

@@ -115,12 +115,14 @@ def _compiled_library(level: Level) -> ctypes.CDLL:
     compiler, path = find_compiler(), _place(level)
     if compiler is None:
         raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
+    is_new = path is not None and not path.is_file()
     often = "once" if path is not None else "at each start, as no folder is there to keep them"
     LOG.warning("compiling the kernels of native for %s, %s: up to a minute", level.name, often)
     try:
         shown = elapsed_shown(f"compiling the kernels of native for {level.name}")
         with shown, _alone(path) as waited:
-            library = _kept_library(level) if waited else None
+            # A file that was there is the one that could not be loaded
+            library = _kept_library(level) if waited or is_new else None
             return library or _compiled_here(level, path)
     except OSError as error:
         raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
