@@ -39,7 +39,7 @@ def test_the_backend_that_config_and_options_decide_begins(
     monkeypatch.setattr(compiled, "begin", calls.append)
     offers = [offer for offer in Plugins.load().offers() if offer.plugin == "cpu"]
     platform = replace(HERE, features=HERE.features | {"cxx_compiler"})
-    begin_early(Settings(), model, {**UNSAID, **said}, offers, platform)
+    begin_early(Settings(), {**UNSAID, "model": model, **said}, offers, platform)
     assert calls == [platform] * begins
 
 

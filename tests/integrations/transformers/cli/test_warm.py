@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core import BackendFailed, InvalidInput
+from attnmux.core import BackendFailed, Decision, InvalidInput
 from attnmux.core.verbs import Run
-from attnmux.testing import FirstUse
 from attnmux.transformers import recall
 from attnmux.transformers.cli import run_warm
 from attnmux.transformers.cli.warm import SHARED, warm
@@ -59,12 +58,12 @@ def test_the_decided_backend_takes_each_phase_without_weights(
 def test_a_backend_that_fails_its_first_cases_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
 
-    def check(self: FirstUse, decision) -> None:
+    def check(decision: Decision) -> None:
         checked.append(decision.phases["decode"].backend)
         if len(checked) == 1:
             raise BackendFailed(decision.phases["decode"].address, "a wrong answer")
 
-    monkeypatch.setattr(FirstUse, "__call__", check)
+    monkeypatch.setattr(run_warm, "first_use", lambda *_, **__: check)
     monkeypatch.setattr(run_warm, "begin_ahead", lambda *_: None)
     result = run()
     assert len(checked) == 2

@@ -322,7 +322,7 @@ def generate(
     # By name: the import takes seconds, and a user's mistake should not wait for it.
     stated = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
     splits = any(options[name] not in (None, 1) for name in ("tp", "pcp"))  # ranks have the devices
-    early = partial(begin_early, settings, model, options)
+    early = partial(begin_early, settings, {**options, "model": model})
     with nullcontext() if splits else run.importing(settings, early):
         run_command = pkgutil.resolve_name("attnmux.transformers.cli.run:run_command")
     run_command(run, settings, user_prompts, sampling, {**stated, **options})

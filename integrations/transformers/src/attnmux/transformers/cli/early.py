@@ -20,7 +20,6 @@ BACKENDS = ("backend", "prefill_backend", "decode_backend")
 
 def begin_early(
     settings: Settings,
-    model: str | None,
     options: Mapping[str, Any],
     offers: Sequence[Offer],
     platform: Platform,
@@ -30,7 +29,7 @@ def begin_early(
     options: of `generate`, by name. The decision that counts comes later, with every option and
     the errors: this one skips models of the hub and devices other than the platform's.
     """
-    folder = recall.PATH if model is None else Path(model)
+    folder = recall.PATH if options["model"] is None else Path(options["model"])
     if options["device"] not in (None, platform.device_type) or not folder.is_dir():
         return
     fields = {name: options[name] for name in FIELDS if options[name] is not None}

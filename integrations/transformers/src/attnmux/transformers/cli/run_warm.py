@@ -98,8 +98,9 @@ def _run_steps(decision: Decision, options: RunnerOptions) -> None:
         layer = LayerSpec.of(group.request, len(layers))
         layers.append(layer)
         if layer.sliding_window_size >= 0 or layer.attention_chunk_size:
-            whole = {"sliding_window_size": -1, "attention_chunk_size": 0}
-            layers.append(replace(layer, layer_id=len(layers), **whole))
+            layers.append(
+                replace(layer, layer_id=len(layers), sliding_window_size=-1, attention_chunk_size=0)
+            )
     context = make_context(
         decision,
         layers=layers,

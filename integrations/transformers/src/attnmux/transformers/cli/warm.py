@@ -31,7 +31,7 @@ def warm(run: Run, /, *, as_json: bool, **options: object) -> None:
     whether the backend passed its first cases: the first answer waits for neither.
     """
     settings = run.settings()
-    with run.importing(settings, partial(begin_early, settings, options["model"], options)):
+    with run.importing(settings, partial(begin_early, settings, options)):
         run_warm = pkgutil.resolve_name("attnmux.transformers.cli.run_warm:run_warm")
     run_warm(run, settings, options, as_json=as_json)
 
