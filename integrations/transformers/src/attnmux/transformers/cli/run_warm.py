@@ -26,7 +26,7 @@ from attnmux.transformers import recall
 from attnmux.transformers.cli.encoding import context_of
 from attnmux.transformers.cli.options import BACKENDS
 from attnmux.transformers.cli.run import first_use, platform_for
-from attnmux.transformers.load.checkpoint import open_checkpoint
+from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.load.decision import decide_first, stated_ways, without
 from attnmux.transformers.load.model_request import stated_request
 from attnmux.transformers.load.options import RunnerOptions
@@ -43,18 +43,7 @@ def run_warm(run: Run, settings: Settings, given: Mapping[str, Any], *, as_json:
     plugins = run.plugins(settings)
     offers = plugins.offers()
     platform = platform_for(run, plugins, settings, given["device"])
-    backends = {name: given.get(name) for name in BACKENDS}
-    options = RunnerOptions(
-        max_batch_size=given["max_running"],
-        max_context_len=context_of(checkpoint, given["context"]),
-        deterministic=given["deterministic"] or settings.deterministic,
-        policy=settings.policy(**backends, options=read_assignments("--set", given["assignments"])),
-        measurements=run.measurements(settings),
-        launches=run.launches(settings),
-        **{name: given[name] for name in ("dtype", "kv_dtype", "kv_dtype_skip", "page_size")},
-        device=given["device"],
-        mla="expanded" if given["deterministic"] or settings.deterministic else given["mla"],
-    )
+    options = _options(run, settings, given, checkpoint)
     stated = stated_request(checkpoint, options, dtype=checkpoint.dtype(options.dtype))
     if stated is None or stated.linear_layers or checkpoint.config.is_encoder_decoder:
         got = f"{checkpoint.source}, whose attention its config.json does not tell"
@@ -89,6 +78,27 @@ def run_warm(run: Run, settings: Settings, given: Mapping[str, Any], *, as_json:
         run.echo_json({**answer, "warnings": run.warnings})
         return
     click.echo(f"{decision.summary()}: its kernels are ready after {seconds:.1f} s")
+
+
+def _options(
+    run: Run, settings: Settings, given: Mapping[str, Any], checkpoint: Checkpoint
+) -> RunnerOptions:
+    """As `generate` makes them for as many prompts as may run at a time."""
+    deterministic = given["deterministic"] or settings.deterministic
+    same = ("dtype", "kv_dtype", "kv_dtype_skip", "page_size", "device")
+    return RunnerOptions(
+        max_batch_size=given["max_running"],
+        max_context_len=context_of(checkpoint, given["context"]),
+        deterministic=deterministic,
+        mla="expanded" if deterministic else given["mla"],
+        policy=settings.policy(
+            **{name: given.get(name) for name in BACKENDS},
+            options=read_assignments("--set", given["assignments"]),
+        ),
+        measurements=run.measurements(settings),
+        launches=run.launches(settings),
+        **{name: given[name] for name in same},
+    )
 
 
 def _run_steps(decision: Decision, options: RunnerOptions) -> None:
