@@ -177,9 +177,10 @@ def fresh_plugins(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate` tries no backend first, which takes seconds."""
-    target = "attnmux.transformers.cli.run.first_use"
-    monkeypatch.setattr(target, lambda *_, **__: lambda decision: None)
+    """`generate` and `warm` try no backend first, which takes seconds."""
+    for module in ("run", "run_warm"):
+        target = f"attnmux.transformers.cli.{module}.first_use"
+        monkeypatch.setattr(target, lambda *_, **__: lambda decision: None)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.cpu import levels
+from attnmux.cpu import compiled, levels
 from attnmux.cpu.levels import AMX, AVX2, AVX512, BASELINE, BF16, COMPILERS, levels_of, serving
 from attnmux.cpu.native import library
 from attnmux.testing import Candidate, Case, decode, extend, find_candidate, run_case
@@ -64,9 +64,9 @@ def test_only_what_was_installed_serves(monkeypatch, tmp_path) -> None:
 def test_each_level_that_this_cpu_runs_is_right(level, monkeypatch, request) -> None:
     if level is RUN_HERE[0]:
         pytest.skip("the suite of native runs it")
-    library.library_for.cache_clear()
-    request.addfinalizer(library.library_for.cache_clear)
-    monkeypatch.setattr(library, "serving", lambda arch, features: level)
+    compiled.library_for.cache_clear()
+    request.addfinalizer(compiled.library_for.cache_clear)
+    monkeypatch.setattr(compiled, "serving", lambda arch, features: level)
     native: Candidate = find_candidate("native", device="cpu")
     steps = (extend((0, 40), (9, 20)), decode(41, 30, 3))
     for changes in ({"dtype": "float32"}, {}, {"sinks": True, "windows": (8, None)}):
@@ -80,12 +80,12 @@ def test_each_level_that_this_cpu_runs_is_right(level, monkeypatch, request) -> 
 def test_a_library_that_does_not_load_is_compiled_with_a_warning(
     monkeypatch, tmp_path, request, caplog
 ) -> None:
-    library.library_for.cache_clear()
-    request.addfinalizer(library.library_for.cache_clear)
-    for module in (levels, library):
+    compiled.library_for.cache_clear()
+    request.addfinalizer(compiled.library_for.cache_clear)
+    for module in (levels, compiled):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
     (tmp_path / BASELINE.file_name).write_text("no library")
-    monkeypatch.setattr(library, "_compiled_library", lambda level: level)
+    monkeypatch.setattr(compiled, "_compiled_library", lambda level: level)
     monkeypatch.setattr(library, "bound", lambda made: made)
     assert library.load(replace(HERE, features=frozenset())) == BASELINE
     assert "the kernels of the wheel are not used" in caplog.text

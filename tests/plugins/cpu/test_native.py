@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,10 +21,11 @@ from click.testing import CliRunner
 from attnmux.core import BackendFailed, Plugins, Request, Settings, solve
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.cpu import compiled as kernels
 from attnmux.cpu import levels
+from attnmux.cpu.compiled import library_for
 from attnmux.cpu.levels import COMPILERS, serving
-from attnmux.cpu.native import library
-from attnmux.cpu.native.library import TYPES, Call, Keys, library_for, load
+from attnmux.cpu.native.library import TYPES, Call, Keys, load
 from attnmux.testing import AttentionBackendTests
 
 HERE = probe_cpu()
@@ -113,8 +115,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     library_for.cache_clear()
     load(HERE)
     caplog.clear()
-    path = library._place(serving(HERE.arch, HERE.features))
-    monkeypatch.setattr(library, "_run", lambda command: shutil.copy(path, command[-1]))
+    path = kernels._place(serving(HERE.arch, HERE.features))
+    monkeypatch.setattr(kernels, "_run", lambda command: shutil.copy(path, command[-1]))
     library_for.cache_clear()
     yield path
     library_for.cache_clear()
@@ -135,7 +137,50 @@ def test_the_library_is_compiled_once_and_nothing_else_is_left(
         assert callable(load(HERE))
     library_for.cache_clear()
     assert not list(scratch.iterdir())
-    assert sorted(file.suffix for file in cache.glob("*")) == [".sha256", ".so"] * kept
+    assert sorted(file.suffix for file in cache.glob("*")) == [".lock", ".sha256", ".so"] * kept
+    assert caplog.text.count("compiling the kernels") == 1
+
+
+@needs_compiler
+def test_who_needs_the_library_waits_for_the_compiler_that_began(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiled: Path,
+) -> None:
+    commands: list[list[str]] = []
+    began, goes_on = threading.Event(), threading.Event()
+
+    def run(command: list[str]) -> None:
+        commands.append(command)
+        began.set()
+        assert goes_on.wait(60)
+        shutil.copy(compiled, command[-1])
+
+    monkeypatch.setattr(kernels, "_run", run)
+    monkeypatch.setattr(Settings, "cache_folder", lambda self: tmp_path)
+    kernels.begin(HERE)
+    assert began.wait(60)
+    kernels.begin(HERE)  # nothing: one compiler runs
+    threading.Timer(0.3, goes_on.set).start()
+    assert kernels.is_made(HERE)
+    assert goes_on.is_set()
+    assert not caplog.text
+    assert callable(load(HERE))
+    kernels.begin(HERE)  # nothing: the library is there
+    assert len(commands) == 1
+
+
+@pytest.mark.usefixtures("broken_compiler")
+def test_a_compiler_that_began_and_failed_is_an_error_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Settings, "cache_folder", lambda self: tmp_path)
+    monkeypatch.setattr(kernels, "FOLDER", tmp_path / "wheel")
+    kernels.begin(HERE)
+    assert not kernels.is_made(HERE)
+    with pytest.raises(BackendFailed, match=r"error: no room.*torch_native"):
+        load(HERE)
     assert caplog.text.count("compiling the kernels") == 1
 
 
@@ -202,27 +247,33 @@ def test_levels_of_one_process_have_their_own_kernels() -> None:
 
 
 COMPILES = """
-import signal, sys, tempfile
+import signal, sys, tempfile, time
 from pathlib import Path
 tempfile.tempdir = sys.argv[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.cpu import compiled as kernels
 from attnmux.cpu import levels
-from attnmux.cpu.native import library
+from attnmux.cpu import compiled
 levels.COMPILERS = (sys.argv[2],)
-library.FOLDER = Path(sys.argv[1], "wheel")
-library.load(probe_cpu())
+compiled.FOLDER = Path(sys.argv[1], "wheel")
+platform = probe_cpu()
+if sys.argv[3] == "begins":
+    compiled.begin(platform)
+    time.sleep(600)
+compiled.library_for(platform)
 """
 
 
-def test_an_interrupted_compile_leaves_nothing_running_or_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["waits", "begins"])
+def test_an_interrupted_compile_leaves_nothing_running_or_behind(tmp_path: Path, how: str) -> None:
     scratch, started = tmp_path / "scratch", tmp_path / "pid"
     scratch.mkdir()
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
     compiler.chmod(0o755)
     process = subprocess.Popen(
-        [sys.executable, "-c", COMPILES, str(scratch), str(compiler)],
+        [sys.executable, "-c", COMPILES, str(scratch), str(compiler), how],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
         stderr=subprocess.DEVNULL,
     )
@@ -231,7 +282,7 @@ def test_an_interrupted_compile_leaves_nothing_running_or_behind(tmp_path: Path)
     process.send_signal(signal.SIGINT)
     assert process.wait(60)
     assert not list(scratch.iterdir())
-    assert not (tmp_path / "cache").exists()
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*.*")} <= {".lock"}
     end = time.monotonic() + 30  # a process that was killed may wait for a core to end
     while runs(started.read_text().strip()) and time.monotonic() < end:
         time.sleep(0.01)

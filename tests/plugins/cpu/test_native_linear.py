@@ -14,9 +14,8 @@ import torch
 
 from attnmux.core import BackendFailed, InvalidInput, Platform, Settings
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.cpu import levels
+from attnmux.cpu import compiled, levels
 from attnmux.cpu.levels import AVX2, AVX512, BASELINE, COMPILERS, Level, levels_of
-from attnmux.cpu.native import library
 from attnmux.cpu.native.linear import SERVED, NativeLinear, make_linear
 
 pytestmark = pytest.mark.skipif(
@@ -132,8 +131,8 @@ def test_not_offered_where_only_a_compiler_is(
 ) -> None:
     """Whoever names another backend waits for no compiler."""
     monkeypatch.setattr(Settings, "cache_folder", lambda self: tmp_path)
-    monkeypatch.setattr(library, "FOLDER", tmp_path / "wheel")
-    monkeypatch.setattr(library, "_run", None)
+    monkeypatch.setattr(compiled, "FOLDER", tmp_path / "wheel")
+    monkeypatch.setattr(compiled, "_run", None)
     features = frozenset({*AVX512.features, "cxx_compiler"})
     platform = replace(Platform.parse("cpu:x86_64"), features=features)
     assert make_linear(on(platform)) is None

@@ -217,7 +217,8 @@ class BackendCard(Plain):
 
     Raises InvalidInput for a field of another type (such as a list or a bare string instead of a
     tuple), a name of other characters than NAME's, a version range or a requirement that cannot be
-    parsed, a factory or tuner that is not "module:attribute", and a source of an unknown axis.
+    parsed, a factory, tuner or ahead that is not "module:attribute", and a source of an unknown
+    axis.
     """
 
     TREE_MASKS = TREE_MASKS
@@ -239,6 +240,10 @@ class BackendCard(Plain):
     tuner: Annotated[Reference | None, Check('"module:attribute"')] = None
     """"module:attribute", a tuner that tries the backend's launches (see `Job`); None: it has
     none."""
+    ahead: Annotated[Reference | None, Check('"module:attribute"')] = None
+    """"module:attribute", called as `ahead(platform)` once the backend is chosen, before weights
+    are loaded: it begins what needs no layers, such as a compiler, and returns at once. Importing
+    it imports no torch. The factory waits for it, and reports its errors; None: there is none."""
     contract: str = ">=1,<2"
     requires: Annotated[tuple[str | tuple[str, ...], ...], _read_requires] = ()
     """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""

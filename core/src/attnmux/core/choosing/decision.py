@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -106,6 +108,18 @@ class Decision(Plain):
     def answer(self, part: str, ask: str, phase: str) -> Choice | None:
         """The backend that answers a part's ask; None if nothing does."""
         return self.parts.get(part, {}).get(ask, {}).get(phase)
+
+    def begin_ahead(self, offers: Iterable[Offer]) -> None:
+        """Begin what the decided backends compile without layers: see `BackendCard.ahead`.
+
+        It returns at once: call it before weights are loaded. `build` waits for what it began, and
+        reports its errors.
+        """
+        addresses = {choice.address for _, choice in self.choices}
+        for offer in offers:
+            if offer.card.ahead is not None and offer.address in addresses:
+                with suppress(Exception):
+                    pkgutil.resolve_name(offer.card.ahead)(self.platform)
 
     @property
     def is_last_resort(self) -> bool:

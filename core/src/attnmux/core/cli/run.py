@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from attnmux.core.cards.card import Offer
     from attnmux.core.choosing.decision import Decision
     from attnmux.core.facts.launches import TunedLaunch
+    from attnmux.core.facts.platform import Platform
     from attnmux.core.measured.measurement import Measurement
 
 
@@ -70,9 +71,16 @@ class Run:
         return replace(settings, **turned_on, sources=sources)
 
     @contextmanager
-    def importing(self, settings: Settings) -> Iterator[None]:
+    def importing(
+        self,
+        settings: Settings,
+        then: Callable[[Sequence[Offer], Platform], object] = lambda *_: None,
+    ) -> Iterator[None]:
         """Ask the probes while the block imports what a verb needs, for `plugins` and `detect` with
         these settings.
+
+        then: called in a thread with the backends and the platform of the settings, unless it is
+        ambiguous. Its errors are dropped.
 
         The probes have a process of their own. Without collections meanwhile, an import of torch
         and transformers takes a fifth less time: it allocates much and frees nothing.
@@ -82,7 +90,9 @@ class Run:
         plugins, pool, known = self.plugins(settings), ThreadPoolExecutor(1), len(sys.modules)
         try:
             with without_collections():
-                self._early = settings, plugins, pool.submit(plugins.detect)
+                found = pool.submit(plugins.detect)
+                self._early = settings, plugins, found
+                pool.submit(lambda: then(plugins.offers(), found.result().pick(settings.platform)))
                 yield
                 if len(sys.modules) > known:
                     # Imported modules stay: later collections can skip them

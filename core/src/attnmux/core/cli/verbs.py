@@ -40,6 +40,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "tune": ("attnmux-testing", "Try kernel launches here, and keep the fastest."),
     "validate": ("attnmux-testing", "Check a plugin's distribution, without a device."),
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
+    "warm": ("attnmux-transformers", "Compile ahead what generate needs."),
 }
 """This project's verbs in other distributions: the distribution, and the verb's summary."""
 

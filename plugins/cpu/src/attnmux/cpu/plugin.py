@@ -186,6 +186,7 @@ NATIVE = BackendCard(
     name="native",
     summary="C++ for the CPU's own level: rows are read where they lie, in any page size",
     factory="attnmux.cpu.native:NativeBackend",
+    ahead="attnmux.cpu.compiled:begin",
     tree_masks=BackendCard.TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",

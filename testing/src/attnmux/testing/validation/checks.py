@@ -127,7 +127,7 @@ def _cards(offers: Sequence[Offer], distribution: Distribution) -> Iterator[tupl
     }
     for offer in offers:
         card = offer.card
-        for reference in filter(None, (card.factory, card.tuner)):
+        for reference in filter(None, (card.factory, card.tuner, card.ahead)):
             if not _exists(reference.partition(":")[0]):
                 yield PROBLEM, f"{card.name}: no module {reference.partition(':')[0]}"
         if card.extra and canonicalize_name(card.extra) not in extras:

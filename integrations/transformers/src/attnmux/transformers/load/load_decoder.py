@@ -80,9 +80,10 @@ def load_decoder(
     stated = _stated(checkpoint, options, dtype)
     if stated is not None:
         by_config = stated_ways(stated, options)
-        ranks.building.decided(
+        decision = ranks.building.decided(
             lambda: decide_first(by_config, platform, offers, options), platform, offers
         )
+        decision.begin_ahead(offers)
     device = options.device_on(platform)
     model = load_model(
         checkpoint,

@@ -1,33 +1,21 @@
-"""Loads the kernels for this CPU: those of the wheel, or `attend.cpp` compiled here and kept."""
+"""The functions of the kernels' library, on torch's threads."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
-import logging
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import BackendFailed, Settings
-from attnmux.core.plugin import Files, elapsed_shown
-from attnmux.cpu.levels import COMPILERS, FOLDER, SECONDS, SOURCE, Level, find_compiler, serving
+from attnmux.core import BackendFailed
+from attnmux.cpu.compiled import ADDRESS, HINT, library_for
 
 if TYPE_CHECKING:
     from attnmux.core import Platform
 
-LOG = logging.getLogger(__name__)
-ADDRESS = "cpu/native"
 TYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -36,7 +24,6 @@ TYPES = {
     torch.float8_e5m2: 4,
 }
 """Numbers of the dtypes, as `Type` in values.h has them."""
-HINT = "install g++ 12 or later, or clang++, or take torch_native"
 
 
 class Keys(ctypes.Structure):
@@ -148,31 +135,6 @@ def load_lay_out(platform: Platform) -> LayOut:
     return lambda layout: int(function(ctypes.byref(layout)))
 
 
-def is_made(platform: Platform) -> bool:
-    """Whether the kernels came with the wheel or were compiled before."""
-    level = serving(platform.arch, platform.features)
-    return (_installed_library(level) or _kept_library(level)) is not None
-
-
-@lru_cache(maxsize=4)
-def library_for(platform: Platform) -> ctypes.CDLL:
-    """All kernels for a CPU. Raises BackendFailed as `load` does."""
-    level = serving(platform.arch, platform.features)
-    return _installed_library(level) or _kept_library(level) or _compiled_library(level)
-
-
-def _installed_library(level: Level) -> ctypes.CDLL | None:
-    """The library that came with the wheel. Warns, and returns None, if it cannot be loaded."""
-    path = FOLDER / level.file_name
-    if not path.is_file():
-        return None
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        LOG.warning("the kernels of the wheel are not used: %s", error)
-        return None
-
-
 def bound(library: ctypes.CDLL) -> Attend:
     """The attention function of a library of any level. Raises BackendFailed where torch lacks its
     part."""
@@ -206,107 +168,3 @@ def _checked(run: Callable[[Any], int]) -> Callable[[Any], None]:
 def _torch_library() -> Path:
     ending = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     return Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{ending}"
-
-
-def _kept_library(level: Level) -> ctypes.CDLL | None:
-    """The library that was compiled here before. Warns, and returns None, if it was changed or if
-    another user could have written it."""
-    path = _place(level)
-    if path is None:
-        return None
-    try:
-        with Files.opened(str(path), own=True) as descriptor:
-            with open(descriptor, "rb", closefd=False) as file:
-                content = file.read()
-            if Files.read(str(_seal(path)), len(_sealed(content)), own=True) != _sealed(content):
-                raise OSError("it has other bytes than those that were compiled")
-            # By its name another file could be loaded than the one that was read. The descriptor
-            # stays open: loaders know libraries by name, and the next one must not get this one's
-            of_process = f"/proc/self/fd/{os.dup(descriptor)}"
-            return ctypes.CDLL(of_process if os.path.exists(of_process) else str(path))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        LOG.warning("%s cannot be loaded and is compiled again: %s", path, error)
-        return None
-
-
-def _compiled_library(level: Level) -> ctypes.CDLL:
-    compiler, path = find_compiler(), _place(level)
-    if compiler is None:
-        raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
-    often = "once" if path is not None else "at each start, as no folder is there to keep them"
-    LOG.warning("compiling the kernels of native for %s, %s: up to a minute", level.name, often)
-    try:
-        # A loaded library outlives its file.
-        with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
-            made = Path(scratch) / level.file_name
-            with elapsed_shown(f"compiling the kernels of native for {level.name}"):
-                _run(level.command(compiler, made))
-            if path is not None:
-                with suppress(OSError):
-                    _keep(made.read_bytes(), path)
-            return _kept_library(level) or ctypes.CDLL(str(made))
-    except OSError as error:
-        raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
-
-
-def _place(level: Level) -> Path | None:
-    """Where the cache folder has the library for this source, compiler and level, or gets it; None
-    without a folder or a compiler."""
-    folder, compiler = Settings.load().cache_folder(), find_compiler()
-    if folder is None or compiler is None:
-        return None
-    sources = [file.read_text() for file in (SOURCE, *sorted(FOLDER.glob("*.h")))]
-    parts = json.dumps([*sources, level.command(compiler, Path(level.file_name))])
-    digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
-    return folder / f"native-{level.name}-{digest}.so"
-
-
-def _seal(path: Path) -> Path:
-    """The file that tells the length and the hash of a kept library."""
-    return path.with_suffix(".sha256")
-
-
-def _sealed(content: bytes) -> bytes:
-    return f"{len(content)} {hashlib.sha256(content).hexdigest()}\n".encode()
-
-
-def _keep(content: bytes, path: Path) -> None:
-    """Raises OSError where the cache folder cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for place, written in ((_seal(path), _sealed(content)), (path, content)):
-        with Files.replacing(place, mode=0o700) as file:
-            file.buffer.write(written)
-
-
-def _run(command: list[str]) -> None:
-    """Run the compiler. It ends, with all that it started, when this process stops waiting."""
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        compiler = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
-        try:
-            code = compiler.wait(SECONDS)
-        except subprocess.TimeoutExpired as error:
-            reason = f"{command[0]} took more than {SECONDS:g} s"
-            raise BackendFailed(ADDRESS, reason, hint=HINT) from error
-        finally:
-            if compiler.returncode is None:
-                _end(compiler)
-        if code:
-            said.seek(0)
-            lines = [line for line in said.read().splitlines() if "error" in line]
-            reason = lines[0] if lines else f"it ended with {code}"
-            raise BackendFailed(ADDRESS, f"{command[0]}: {reason}", hint=HINT)
-
-
-def _end(compiler: subprocess.Popen[bytes]) -> None:
-    """End a compiler that runs, and what it started. It removes its files if it is asked to end."""
-    if not hasattr(os, "killpg"):
-        compiler.kill()
-        return
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(OSError):
-            os.killpg(compiler.pid, how)
-        with suppress(subprocess.TimeoutExpired):
-            compiler.wait(5)
-            return

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
+from attnmux.cpu.compiled import is_made
 from attnmux.cpu.levels import AMX, AVX2, AVX512, BF16, serving
-from attnmux.cpu.native.library import TYPES, Linear, is_made, load_linear
+from attnmux.cpu.native.library import TYPES, Linear, load_linear
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,39 @@
+"""`attnmux warm`: its options. `run_warm` runs it, with torch.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from functools import partial
+
+import click
+
+from attnmux.core.verbs import Run, common_options
+from attnmux.transformers.cli.command import generate
+from attnmux.transformers.cli.early import begin_early
+
+SHARED = (
+    *("model", "revision", "dtype", "device"),
+    *("backend", "prefill_backend", "decode_backend", "assignments", "mla"),
+    *("page_size", "kv_dtype", "kv_dtype_skip", "context", "max_running", "deterministic"),
+)
+"""Options of `generate` that decide which kernels its steps launch."""
+
+
+@click.command()
+@common_options
+def warm(run: Run, /, *, as_json: bool, **options: object) -> None:
+    """Compile and try ahead what `generate` needs with the same options.
+
+    Reads the model's config.json and no weights. Compiled kernels are kept on disk, and so is
+    whether the backend passed its first cases: the first answer waits for neither.
+    """
+    settings = run.settings()
+    with run.importing(settings, partial(begin_early, settings, options)):
+        run_warm = pkgutil.resolve_name("attnmux.transformers.cli.run_warm:run_warm")
+    run_warm(run, settings, options, as_json=as_json)
+
+
+warm.params[:0] = [option for option in generate.params if option.name in SHARED]
