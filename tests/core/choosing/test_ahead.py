@@ -1,4 +1,4 @@
-"""What the decided backends begin before weights are loaded."""
+"""Work that decided backends begin before weights are loaded."""
 
 from __future__ import annotations
 

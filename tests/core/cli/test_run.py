@@ -1,4 +1,4 @@
-"""What a verb does while it imports."""
+"""The work of a verb while it imports."""
 
 from __future__ import annotations
 

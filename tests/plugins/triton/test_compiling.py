@@ -24,7 +24,7 @@ from attnmux.testing import Case, decode, extend, make_setup, prepare_step, veri
 pytest.importorskip("triton")
 
 TARGETS = ("sm80", "sm90", "gfx942", "gfx942, biases", "gfx950", "gfx1201")
-"""Those that compile every feature; one that has many takes two days. `test_chips` has dims and
+"""Targets that compile every feature; one that has many takes two days. `test_chips` has dims and
 dtypes, for more of them."""
 SCRATCH = {"gfx942": 0, "gfx950": 0, "gfx1201": 64}
 """The most bytes of registers that a thread may spill."""

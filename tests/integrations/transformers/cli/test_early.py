@@ -1,4 +1,4 @@
-"""What `generate` begins while torch is imported."""
+"""Work that `generate` begins while torch is imported."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_a_longer_step_than_the_largest_size_runs_eagerly(tiny, run_on):
 
 
 def logits_of(runner, lens, tokens=()):
-    """Of prompts of so many tokens in one step."""
+    """The logits of prompts of so many tokens in one step."""
     generator = torch.Generator().manual_seed(sum(lens))
     ids = [torch.randint(97, (n,), generator=generator).tolist() for n in lens]
     states = [SequenceState(token_ids=[*one, *tokens]) for one in ids]

@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 ADDRESS = "cpu/native"
 HINT = "install g++ 12 or later, or clang++, or take torch_native"
 UNLOCKABLE = (OSError, NotImplementedError)
-"""What filelock raises if another process has the lock, for a folder that cannot be written, and
+"""Errors of filelock if another process has the lock, for a folder that cannot be written, and
 for a file system without locks."""
 
 

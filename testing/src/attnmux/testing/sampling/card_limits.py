@@ -57,7 +57,7 @@ def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
 
 @lru_cache(maxsize=64)
 def _points(card: BackendCard, platform: Platform, plugin: str) -> tuple[OutsidePoint, ...]:
-    """As `outside_points`, once for all suites of a backend."""
+    """Like `outside_points`, once for all suites of a backend."""
     candidate = Candidate(card=card, platform=platform, plugin=plugin)
     points: dict[str, OutsidePoint] = {}
     tried = {axis: _tried(card, axis) for axis in AXES}

@@ -34,7 +34,7 @@ def begin_early(
         return
     fields = {name: options[name] for name in FIELDS if options[name] is not None}
     decision = solve_measured(
-        requested(str(folder), ",".join(f"{name}={fields[name]}" for name in fields), 1, None),
+        requested(str(folder), [f"{name}={value}" for name, value in fields.items()], 1, None),
         platform,
         offers,
         settings.policy(**{name: options[name] for name in BACKENDS}),

@@ -82,7 +82,7 @@ def run_warm(run: Run, settings: Settings, given: Mapping[str, Any], *, as_json:
 def _options(
     run: Run, settings: Settings, given: Mapping[str, Any], checkpoint: Checkpoint
 ) -> RunnerOptions:
-    """As `generate` makes them for as many prompts as may run at a time."""
+    """The options of `generate`, for as many prompts as may run at a time."""
     deterministic = given["deterministic"] or settings.deterministic
     same = ("dtype", "kv_dtype", "kv_dtype_skip", "page_size", "device")
     return RunnerOptions(

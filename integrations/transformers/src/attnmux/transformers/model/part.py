@@ -50,7 +50,7 @@ class ModelPart:
     uncompiled: tuple[str, str] | None = None
     """`got` and `expected` of the refusal to compile a model with it; None if a compiler may."""
     unpieced: str | None = "parts that read the running step"
-    """What keeps its model's prompts from running in pieces; None if nothing does."""
+    """The reason why its model's prompts cannot run in pieces; None if they can."""
     note: str = ""
     """A sentence for the user of a model with it."""
 

@@ -41,7 +41,7 @@ class PromptPieces:
     def __init__(self, pieces: PieceRunner) -> None:
         self.runner = pieces
         self._steps: Counter[int] = Counter()
-        """Those that ran eagerly, by size."""
+        """Eager steps, by size."""
 
     def serves(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], num_rows: int

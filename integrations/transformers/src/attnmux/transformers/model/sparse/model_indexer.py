@@ -1,4 +1,4 @@
-"""What all kinds of indexers are alike in: how one is found in a model, and tried."""
+"""Every kind of indexer: how one is found in a model, and tried."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KEYS_AT_ONCE = 2**26
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Picker:
-    """What indexers of keys and of blocks do alike."""
+    """The part that indexers of keys and of blocks share."""
 
     pool: IndexKPool
     req_to_token: torch.Tensor
