@@ -25,12 +25,12 @@ from attnmux.core import (
     SpecInput,
     TunedLaunch,
     Workspace,
-    foreign_pool,
     torch_dtype,
 )
 from attnmux.testing.bench.shapes import value_bytes
 from attnmux.testing.bench.timing import Run
 from attnmux.testing.bench.workload import Workload
+from attnmux.testing.setup.case import side_by_side
 
 COLD_BYTES, MAX_LAYERS = 256e6, 32
 """Bytes of K and V in all layers together, and layers: several times an accelerator's cache, so
@@ -283,13 +283,8 @@ def _pool(
         return MLATokenToKVPool(**given, kv_lora_rank=first.v_head_dim, qk_rope_head_dim=rope)
     heads, dims = first.tp_k_head_num, (first.qk_head_dim, first.v_head_dim)
     if request.strided_kv:
-        shape = size + given["page_size"], heads, sum(dims)
-        rows = {
-            layer_id: torch.zeros(shape, dtype=given["dtype"], device=device)
-            for layer_id in given["layer_ids"]
-        }
-        buffers = {layer_id: torch.split(row, list(dims), dim=-1) for layer_id, row in rows.items()}
-        return foreign_pool(buffers, page_size=given["page_size"])
+        page = given["page_size"]
+        return side_by_side(layers, size + page, page, given["dtype"], device)
     return MHATokenToKVPool(**given, num_kv_heads=heads, head_dim=dims[0], v_head_dim=dims[1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -203,19 +203,31 @@ def _strided_pool(
     device: torch.device,
 ) -> KVPool:
     """The layout of an engine that keeps K and V of a head in one row; latents have a gap."""
+    if not case.latent:
+        return side_by_side(layers, num_slots, case.page_size, dtype, device)
     first = layers[0]
-    width = first.qk_head_dim + (GAP if case.latent else first.v_head_dim)
-    shape = (num_slots, first.tp_k_head_num, width)
+    shape = (num_slots, first.tp_k_head_num, first.qk_head_dim + GAP)
     rows = {layer.layer_id: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
-    if case.latent:
-        latents = {layer_id: each[..., : first.qk_head_dim] for layer_id, each in rows.items()}
-        rank = first.v_head_dim
-        return foreign_pool(latents, page_size=case.page_size, kv_lora_rank=rank)
+    latents = {layer_id: each[..., : first.qk_head_dim] for layer_id, each in rows.items()}
+    return foreign_pool(latents, page_size=case.page_size, kv_lora_rank=first.v_head_dim)
+
+
+def side_by_side(
+    layers: Sequence[LayerSpec],
+    num_slots: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVPool:
+    """A pool of zeros that keeps K and V of a head in one row, as vLLM does."""
+    first = layers[0]
+    dims = [first.qk_head_dim, first.v_head_dim]
+    shape = (num_slots, first.tp_k_head_num, sum(dims))
     buffers = {
-        layer_id: (each[..., : first.qk_head_dim], each[..., first.qk_head_dim :])
-        for layer_id, each in rows.items()
+        layer.layer_id: torch.zeros(shape, dtype=dtype, device=device).split(dims, dim=-1)  # type: ignore[no-untyped-call]  # torch's own
+        for layer in layers
     }
-    return foreign_pool(buffers, page_size=case.page_size)
+    return foreign_pool(buffers, page_size=page_size)
 
 
 def _pages_of_step(step: Step, page_size: int) -> int:
