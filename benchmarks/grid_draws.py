@@ -11,6 +11,7 @@ from typing import Any
 
 from attnmux.core import Request
 from attnmux.testing.bench import Workload
+from attnmux.testing.bench.recipe import LEAST_FLOPS
 
 DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
 """Widths of a head's K and of its V."""
@@ -26,8 +27,6 @@ MOST_BYTES = 1.2e9
 """Of K and V in one layer."""
 MOST_FLOPS = 2e12
 """Of one layer: a few milliseconds."""
-LEAST_FLOPS = 3e10
-"""Of an extend step, whose host would be the longer part otherwise: about 0.1 ms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ from attnmux.core import (
     Settings,
     solve_measured,
 )
-from attnmux.core.measured.shipped import Shipped
+from attnmux.core.measured.nearest import nearest
+from attnmux.core.measured.shipped import Shape, Shipped
 from attnmux.core.plugin import ANY, Build, Figures
 from attnmux.core.verbs import Device, Question
 
@@ -133,6 +134,19 @@ def test_the_most_similar_shape_counts(offer, pair, asked, backend) -> None:
         ]
         pair = [replace(each, figures=pair[0].figures) for each in wide]
     assert chosen(pair, phases="decode", **asked) == backend
+
+
+def test_verified_drafts_have_the_rows_of_their_query_heads() -> None:
+    steps = {"verify:bs=16,new=4,prefix=4096": (1.0,)}
+    shared, alone = (
+        Shape(request=ASKED.replace(num_q_heads=heads), steps=steps) for heads in (32, 8)
+    )
+    asked = ASKED.replace(num_q_heads=16, phases="extend+verify", spec_topk=1)
+    for drafts, expected in ((2, alone), (12, shared)):
+        request = asked.replace(spec_draft_tokens=drafts)
+        question = Question(request=request, platform=HERE, phase="verify")
+        assert nearest([alone, shared], question) is expected
+    assert (shared.verified_drafts, Shape(request=ASKED, steps={}).verified_drafts) == (4, 1)
 
 
 def test_decode_sizes_follow_shipped_figures(pair) -> None:

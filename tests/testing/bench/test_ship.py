@@ -16,6 +16,7 @@ from attnmux.testing import FakeBackend
 from attnmux.testing.bench import Workload, recipe, shipping, spot
 from attnmux.testing.bench.conformance import Check
 from attnmux.testing.bench.recipe import Task, tasks
+from attnmux.testing.bench.roofline import cost_of
 from attnmux.testing.bench.shipping import Shipping
 from attnmux.testing.bench.spot import Spot
 
@@ -225,3 +226,16 @@ def test_the_recipe_names_each_shape_once_and_keeps_to_the_memory() -> None:
         asked, _ = task.steps
         assert asked.phases == (task.phase,)
         assert all(each.phase == task.phase for each in task.workloads)
+
+
+def test_prompts_that_wait_for_the_host_are_not_timed() -> None:
+    gpu = Platform.parse("nvidia:sm90,memory=141GB")
+    prompts = [
+        (each, task.request)
+        for task in tasks(gpu)
+        for each in task.workloads
+        if task.phase == "extend"
+    ]
+    flops = [cost_of(step, request.replace(sliding_window=None)).flops for step, request in prompts]
+    assert min(flops) >= recipe.LEAST_FLOPS
+    assert {request for _, request in prompts} == set(recipe.SHAPES)

@@ -25,11 +25,11 @@ FEATURES = ("sliding_window", "logit_cap", "sinks")
 APART = 2.0
 """The distance of shapes of which only one has a feature."""
 WEIGHTS = {
-    **{"group": 1.0, "num_kv_heads": 0.5, "head_dim": 4.0, "v_head_dim": 4.0},
+    **{"rows": 2.0, "num_kv_heads": 0.5, "head_dim": 4.0, "v_head_dim": 4.0},
     **{"sliding_window": 0.1, "page_size": 0.2},
 }
-"""Distances of a factor of 2. Tiles have the width of a head, and query heads share the reading of
-K and V."""
+"""Distances of a factor of 2. Tiles have the width of a head. Their rows are the query heads that
+share a KV head, and in verification those of all of a request's drafts."""
 OPEN_PAGE = 0.3
 """The distance of a stated page size from each backend's own."""
 
@@ -49,7 +49,7 @@ def nearest(shapes: Iterable[Shape], question: Question) -> Shape | None:
         return None
     kind = _kind(asked)
     found = [
-        (_distance(shape.request, question.request), place, shape)
+        (_distance(shape, question), place, shape)
         for place, shape in enumerate(shapes)
         if _kind(shape.request) == kind and question.phase in shape.phases()
     ]
@@ -68,9 +68,13 @@ def _bits(dtype: str | None) -> int:
     return int(digits[0]) if digits else 0
 
 
-def _distance(timed: Request, asked: Request) -> float:
+def _distance(shape: Shape, question: Question) -> float:
+    timed, asked = shape.request, question.request
     found = sum(APART for name in FEATURES if _has(timed, name) != _has(asked, name))
-    found += WEIGHTS["group"] * _apart(_group(timed), _group(asked))
+    rows = _group(timed), _group(asked)
+    if question.phase == "verify":
+        rows = rows[0] * shape.verified_drafts, rows[1] * (asked.spec_draft_tokens or 1)
+    found += WEIGHTS["rows"] * _apart(*rows)
     for name in ("num_kv_heads", "head_dim"):
         found += WEIGHTS[name] * _apart(getattr(timed, name), getattr(asked, name))
     v_dims = timed.v_head_dim or timed.head_dim, asked.v_head_dim or asked.head_dim

@@ -25,7 +25,7 @@ from attnmux.core.facts.records import Device, is_figure
 from attnmux.core.facts.request import Request
 
 FORMAT = 1
-STEP = re.compile(r"(decode|extend|verify):bs=([1-9][0-9]*),\S+")
+STEP = re.compile(r"(decode|extend|verify):bs=([1-9][0-9]*),(?:new=([1-9][0-9]*),)?\S+")
 """A workload as attnmux-testing calls it."""
 MOST_BYTES = 16_000_000
 
@@ -97,6 +97,12 @@ class Shape:
 
     def phases(self) -> frozenset[str]:
         return frozenset(map(phase_of, self.steps))
+
+    @property
+    def verified_drafts(self) -> int:
+        """New tokens of a request in the steps that verify drafts; 1 without such steps."""
+        found = [STEP.fullmatch(step) for step in self.steps if phase_of(step) == "verify"]
+        return next((int(each[3] or 1) for each in found if each), 1)
 
     def table(
         self, phase: str, addresses: Sequence[str | None]

@@ -104,7 +104,9 @@ class Shipping:
         Raises BackendFailed for a backend that made the device unusable.
         """
         end, begun = time.monotonic() + 60 * minutes, False
-        for task in self.spot.compiled(self.todo(), jobs, end):
+        # The backends of a file passed their checks, whose kernels need not be compiled again
+        ahead = replace(self.spot, check_seconds=0.0) if self.sources else self.spot
+        for task in ahead.compiled(self.todo(), jobs, end):
             entrants = [each for each in self.spot.entrants(task.steps) if self._passes(each, task)]
             for workload in task.workloads:
                 if begun and time.monotonic() > end:

@@ -38,6 +38,9 @@ GENERAL = 500
 """Backends whose prior has this rank or a later one are timed by name alone. They serve if nothing
 made for the hardware does, and some compile for a minute for each shape."""
 
+OF_EACH = 3
+"""Items that each process compiles before they are timed."""
+
 
 class Steps(NamedTuple):
     """Steps of one request."""
@@ -136,17 +139,19 @@ class Spot:
 
     def compiled(self, items: Sequence[T], jobs: int, end: float) -> Iterator[T]:
         """Yield the items in groups that `jobs` processes compile first; without compiling for 0.
+        A group has several items for each, so that few of them wait for the slowest.
 
         end: of `time.monotonic`, when no other group begins. If one of the processes dies, the rest
         compiles when it is timed.
         """
         spawned = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(jobs, mp_context=spawned) if jobs else nullcontext()
+        size = OF_EACH * jobs or 1
         with pool as workers:
-            for start in range(0, len(items), jobs or 1):
+            for start in range(0, len(items), size):
                 if time.monotonic() > end:
                     return
-                group = items[start : start + (jobs or 1)]
+                group = items[start : start + size]
                 if workers is not None:
                     compile_one = partial(self.compile, processes=jobs)
                     try:

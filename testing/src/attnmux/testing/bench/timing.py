@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,9 @@ Meter = Callable[[], float]
 
 CALLS = 20
 """Eager calls between two waits: fewer than a device queues."""
+
+BLOCKS = 3
+"""Blocks of runs whose median is a figure, with a wait after each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,12 +131,13 @@ def device_meter(run: Run, device: torch.device, repeats: int = 10) -> Meter:
 
 
 def median_us(run: Run, seconds: float) -> float:
-    """Median microseconds of one run, the device's work included, over at least `seconds`.
+    """Median microseconds of one run, the device's work included, in about `seconds`.
 
-    Runs follow each other without a wait until the wait for the device is short in comparison.
+    Runs of a block follow each other without a wait, and a block is one run if that takes longer.
     """
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median * 1e6
+    number = max(1, math.ceil(seconds / BLOCKS / timer.timeit(1).mean))
+    return statistics.median(timer.timeit(number).mean for _ in range(BLOCKS)) * 1e6
 
 
 def in_turn(calls: Sequence[Run]) -> Run:
