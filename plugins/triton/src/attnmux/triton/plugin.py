@@ -171,6 +171,10 @@ def _clauses(dtype: str) -> Iterator[Clause]:
     )
 
 
+ROUNDED_ERROR = 16
+"""The error of answers over e4m3 K and V with queries rounded to e4m3, in roundings of the output's
+format: see `ErrorBound`."""
+
 OPTIONS = (
     Option(
         name="num_kv_splits",
@@ -196,6 +200,13 @@ OPTIONS = (
         default=False,
         summary="keep the results of parts that these options ask for in fp32 until they are "
         "merged; those of others always are",
+    ),
+    Option(
+        name="fp8_products",
+        type=bool,
+        default=False,
+        summary="on Hopper, let prompts over e4m3 K and V round Q to e4m3, which is faster and has "
+        f"an error of up to {ROUNDED_ERROR} roundings; a max_error of as many lets them too",
     ),
 )
 

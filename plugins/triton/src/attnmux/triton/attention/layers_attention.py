@@ -32,8 +32,10 @@ class LayersAttention:
         *,
         compute_units: int,
         launcher: Launcher,
+        rounds_queries: bool = False,
     ) -> None:
-        """compute_units: SMs or CUs of the device."""
+        """compute_units: SMs or CUs of the device. rounds_queries: whether Q may be rounded to
+        e4m3, for products with K of e4m3."""
         self._layers, self._context, self._splits = layers, context, splits
         self._units, self._launcher = compute_units, launcher
         self._tile_units = 0 if splits.deterministic else compute_units
@@ -63,7 +65,7 @@ class LayersAttention:
         """Attention of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, Plans] = {}
         for name, layer in layers.items():
-            wide = wide_layer(layer)
+            wide = wide_layer(layer, rounds_queries=rounds_queries)
             if wide is not None:
                 self._wide_attention[name] = WideTileAttention(
                     layer,

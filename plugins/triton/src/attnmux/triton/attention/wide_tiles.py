@@ -3,6 +3,8 @@
 Every tile of queries would convert the keys that it reads. If many tiles read each key, one
 launch converts them all first, into memory that the layer's call takes and gives back. If that
 would be too much memory, KV heads are served one part after another.
+
+If queries may be rounded to e4m3, only V is converted, and K is multiplied where it is.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ BLOCK = 64
 """Keys that a program converts."""
 
 
-def wide_layer(layer: TritonLayer) -> TritonLayer | None:
-    """The layer as it is with 16-bit keys; None if no faster kernel serves these.
+def wide_layer(layer: TritonLayer, *, rounds_queries: bool = False) -> TritonLayer | None:
+    """The layer as it is with 16-bit keys; None if no faster kernel serves these. rounds_queries:
+    with 16-bit values alone, if a kernel multiplies the layer's keys with rounded queries.
 
     Layers with windows or chunks see few keys: most conversions would be in vain.
     """
@@ -47,13 +50,17 @@ def wide_layer(layer: TritonLayer) -> TritonLayer | None:
         return None
     if layer.spec.is_cross_attention or layer.window >= 0 or layer.chunk > 0:
         return None
-    traits = replace(layer.dispatch.traits, keys=None, page_size=1)
-    dispatch = replace(layer.dispatch, traits=traits, page_size=1)
-    tiles = dispatch.tiles(hides=False)
-    if tiles.kernel not in WIDE_KERNELS:
-        return None
-    short = dispatch.short_tiles()
-    return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
+    traits = layer.dispatch.traits
+    rounded = replace(layer.dispatch, traits=replace(traits, rounds_queries=True))
+    widened = replace(
+        layer.dispatch, traits=replace(traits, keys=None, page_size=1), page_size=1
+    )
+    for dispatch in (rounded, widened) if rounds_queries else (widened,):
+        tiles = dispatch.tiles(hides=False)
+        if tiles.kernel in WIDE_KERNELS:
+            short = dispatch.short_tiles()
+            return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,7 +90,9 @@ class WideTileAttention:
         depend on its batch."""
         self._layer, self._wide = layer, wide
         self._units, self._max_context_len = units, max_context_len
-        self._least_rows = 0 if always else LEAST_ROWS
+        self._keeps_k = wide.dispatch.traits.rounds_queries
+        """Whether V alone is widened, which is half the work."""
+        self._least_rows = 0 if always else LEAST_ROWS // (2 if self._keeps_k else 1)
         self._parts: dict[int, tuple[HeadPart, ...]] = {}
         """By KV heads of a part."""
         self._bound: dict[Hashable, BoundKernel] = {}
@@ -121,27 +130,30 @@ class WideTileAttention:
             lse = None if results.lse is None else results.lse[:, part.q_heads]
             results = Results(results.out[:, part.q_heads], lse)
             call = AttentionCall(q=call.q[:, part.q_heads], k=None, v=None, layer=call.layer)
-        wide = Keys(
-            call.q.new_empty(places.total, count, k_dim),
-            call.q.new_empty(places.total, count, v_dim),
-        )
+        wide_k = None if self._keeps_k else call.q.new_empty(places.total, count, k_dim)
+        wide_v = call.q.new_empty(places.total, count, v_dim)
         variant = slots.page_size, slots.rows is None, count
         bound = self._bound.get(variant)
         if bound is None:
             bound = self._bound[variant] = self._bind(slots.page_size, count)
         bound(
             (count, -(-places.longest // BLOCK), step.batch.batch_size),
-            (k, v, slots.table, slots.rows, step.batch.seq_lens, places.starts, wide.k, wide.v),
+            (k, v, slots.table, slots.rows, step.batch.seq_lens, places.starts, wide_k, wide_v),
             (*k.stride()[:2], *v.stride()[:2], slots.table.stride()[0]),
             (),
-            wide.k.dtype,
+            wide_v.dtype,
         )
-        part.tiles(call, step, plans, places.slots, results, wide)
+        if wide_k is None:
+            keys = Keys(k, wide_v, v_starts=places.starts)
+            part.tiles(call, step, plans, slots, results, keys)
+        else:
+            part.tiles(call, step, plans, places.slots, results, Keys(wide_k, wide_v))
 
     def _parts_of(self, total: int) -> tuple[HeadPart, ...]:
         """The parts of the KV heads for a step of `total` keys. Their results do not depend on
         their number."""
-        kv_heads, row_bytes = self._layer.shape.kv_heads, 2 * sum(self._layer.shape.dims)
+        kv_heads, (k_dim, v_dim) = self._layer.shape.kv_heads, self._layer.shape.dims
+        row_bytes = 2 * (v_dim if self._keeps_k else k_dim + v_dim)
         count = kv_heads
         while count > 1 and (kv_heads % count or total * count * row_bytes > MOST_BYTES):
             count -= 1

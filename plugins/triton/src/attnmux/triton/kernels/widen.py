@@ -21,8 +21,8 @@ def widen_keys(
     DV: powers of 2, at least as many. slots [R, W] int32: slots or, with
     PAGE above 1, pages of each row. rows [B] int64: each request's row; None if request i has
     row i. seq_lens [B] int32: keys of each request. starts [B] int32: its first row of the results.
-    wide_k, wide_v [sum of seq_lens, HEADS, REAL_D or REAL_DV], contiguous, of a 16-bit float dtype.
-    Scales are not applied.
+    wide_k, wide_v [sum of seq_lens, HEADS, REAL_D or REAL_DV], contiguous, of a 16-bit float dtype;
+    without wide_k, K is not read. Scales are not applied.
 
     Grid: heads, blocks of the longest request, requests.
     """
@@ -42,7 +42,8 @@ def widen_keys(
         slot = slot * PAGE + key % PAGE
     to = (tl.load(starts + request) + key).to(tl.int64) * HEADS + head
     of_head = head.to(tl.int64)
-    _copy(k + of_head * k_head_stride, slot, k_stride, is_there, wide_k, to, REAL_D, D)
+    if wide_k is not None:
+        _copy(k + of_head * k_head_stride, slot, k_stride, is_there, wide_k, to, REAL_D, D)
     _copy(v + of_head * v_head_stride, slot, v_stride, is_there, wide_v, to, REAL_DV, DV)
 
 

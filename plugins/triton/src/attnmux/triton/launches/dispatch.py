@@ -54,6 +54,8 @@ class LayerTraits:
     """The pool's memory, for a layer that the pool stores."""
     page_size: int
     """The page size of the table of slots."""
+    rounds_queries: bool = False
+    """Whether Q may be rounded to the 8 bits of K and multiplied with them, if V has 16 bits."""
 
     @property
     def key_dtype(self) -> torch.dtype | None:
@@ -108,7 +110,10 @@ def _serves_tiles(traits: LayerTraits) -> bool:
         and shape.real_tail % 16 == 0
         and shape.real_dv in (shape.real_d, shape.real_d + shape.real_tail)
     )
-    return has_dims and traits.key_dtype == traits.dtype and _serves_rows(traits)
+    has_dtype = traits.key_dtype == traits.dtype
+    if traits.rounds_queries:
+        has_dtype = traits.key_dtype == torch.float8_e4m3fn and not shape.real_tail
+    return has_dims and has_dtype and _serves_rows(traits)
 
 
 def _serves_latent(traits: LayerTraits) -> bool:

@@ -33,6 +33,8 @@ class Kind:
     SPLIT_BLOCKS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
+    ROUNDS_QUERIES: gl.constexpr
+    """Whether queries are rounded to K's 8 bits, and a row's logits have a scale of their own."""
 
     @gluon.constexpr_function
     def __init__(self, **constants):

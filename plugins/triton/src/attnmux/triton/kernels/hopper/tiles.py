@@ -30,11 +30,18 @@ from attnmux.triton.kernels.hopper.rows import (
     hold_queries,
     load_queries,
     queries_of,
+    round_queries,
     store_result,
 )
 from attnmux.triton.kernels.hopper.weights import LOG2_E, pack, unpack, weigh
 
 LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.constexpr_function
+def logits_layout(num_keys: int, bits: int) -> gl.NVMMADistributedLayout:
+    """Of a block's logits. bits: of a value of K."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, num_keys, 256 // bits])
 
 
 @gluon.jit
@@ -118,7 +125,7 @@ def attend_turns(
         accs, weights = await_values(accs, weights)
         v_ring.release(at - 1)
         accs = scaled(accs, kept_share)
-        pairs = pack(weights, q_parts[0].dtype)
+        pairs = pack(weights, v_ring.rows.dtype)
     return accs, top, mass, pairs
 
 
@@ -127,7 +134,8 @@ def attend_tile(
     accs, top, mass, q_parts, held, k_ring, v_ring, tile, first, end, scale, cap, kind
 ):  # fmt: skip
     """Add all of a tile's keys to the running softmax of its rows."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    bits: gl.constexpr = k_ring.rows.dtype.primitive_bitwidth
+    layout: gl.constexpr = logits_layout(kind.BLOCK_N, bits)
     turns = tile.stop - tile.start
     k_ring.await_full(0)
     fence_async_shared()
@@ -136,7 +144,7 @@ def attend_tile(
     weights, _, top, mass = weigh(
         logits, top, mass, tile.stop - 1, first, end, scale, cap, True, kind
     )
-    pairs = pack(weights, q_parts[0].dtype)
+    pairs = pack(weights, v_ring.rows.dtype)
     v_ring.await_full(0)
     k_ring.await_full(1, turns > 1)
     fence_async_shared()
@@ -174,19 +182,25 @@ def attend_rows(
     q, q_stride, q_head_stride = queries
     out, out_stride, lse, lse_stride = results
     scale, cap, v_scale = factors
-    q_tiles, q_tails, k_ring, v_ring = rooms
-    rows_layout: gl.constexpr = gl.SliceLayout(
-        1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
-    )
-    q_parts = (q_tiles.index(PART), q_tails.index(PART))
+    q_tiles, q_tails, rounded_tiles, k_ring, v_ring = rooms
+    bits: gl.constexpr = k_ring.rows.dtype.primitive_bitwidth
+    rows_layout: gl.constexpr = gl.SliceLayout(1, logits_layout(kind.BLOCK_N, bits))
+    q_room = q_tiles.index(PART)
+    q_parts = (rounded_tiles.index(PART), q_tails.index(PART))
     row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, rows_layout)
     accs = (nothing_yet(kind.D),)
     if kind.V_TAIL > 0:
         accs = (accs[0], nothing_yet(v_ring.TAIL))
     top = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)
     mass = gl.zeros([ROWS], gl.float32, rows_layout)
+    if kind.ROUNDS_QUERIES:
+        scale = scale * gl.full([ROWS], 1.0, gl.float32, rows_layout)
     if tile.stop > tile.start:
-        load_queries(q, q_stride, q_head_stride, tile, q_parts[0], PART, kind.D, kind)
+        if kind.ROUNDS_QUERIES:
+            divisor = round_queries(q, q_stride, q_head_stride, tile, q_parts[0], PART, kind)
+            scale = scale * gl.convert_layout(divisor, rows_layout)
+        else:
+            load_queries(q, q_stride, q_head_stride, tile, q_room, PART, kind.D, kind)
         if kind.K_TAIL > 0:
             of_tail = q + kind.D
             load_queries(
@@ -222,20 +236,20 @@ def attend_rows(
         gl.store(lse + token * lse_stride + head, value, mask=is_real)
     accs = scaled(accs, v_scale / mass)
     # The queries are no longer needed: the results take their shared memory.
-    store_result(out, out_stride, accs[0], tile, q_parts[0], PART, kind.D, kind)
+    store_result(out, out_stride, accs[0], tile, q_room, PART, kind.D, kind)
     if kind.V_TAIL > 0:
         store_result(out + kind.D, out_stride, accs[1], tile, q_parts[1], PART, kind.V_TAIL, kind)
 
 
 @gluon.jit(
     do_not_specialize=["batch_size", "num_tokens", "num_tiles", "num_splits"],
-    do_not_specialize_on_alignment=["rows", "cached_lens", "encoder_lens"],
+    do_not_specialize_on_alignment=["rows", "v_starts", "cached_lens", "encoder_lens"],
 )
 def attend_hopper_tiles(
     q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
     out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
-    rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, batch_size,
-    num_tokens, num_tiles, num_splits, scale, cap, v_scale,
+    rows, v_starts, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row,
+    batch_size, num_tokens, num_tiles, num_splits, scale, cap, v_scale,
     GROUP: gl.constexpr, D: gl.constexpr, REAL_TAIL: gl.constexpr, REAL_DV: gl.constexpr,
     PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr,
     IS_CROSS: gl.constexpr, IN_CALL: gl.constexpr, HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr,
@@ -256,18 +270,25 @@ def attend_hopper_tiles(
     """
     READERS: gl.constexpr = BLOCK_M // ROWS
     gl.static_assert(BLOCK_M == READERS * ROWS and READERS <= 3)
+    ROUNDS_QUERIES: gl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
+    gl.static_assert(not ROUNDS_QUERIES or (REAL_TAIL == 0 and not HOLDS_QUERIES))
     kind = Kind(
         GROUP=GROUP, D=D, K_TAIL=REAL_TAIL, V_TAIL=REAL_DV - D, PAGE=PAGE,
         IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
         HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP,
         SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        ROUNDS_QUERIES=ROUNDS_QUERIES,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
+    k_dtype: gl.constexpr = k.dtype.element_ty
     q_tiles = allocate_rows(dtype, READERS, ROWS, D)
+    rounded_tiles = q_tiles
+    if ROUNDS_QUERIES:
+        rounded_tiles = allocate_rows(k_dtype, READERS, ROWS, D)
     q_tails = q_tiles
     if REAL_TAIL > 0:
         q_tails = allocate_rows(dtype, READERS, ROWS, tail_width(REAL_TAIL))
-    k_ring = make_ring(dtype, BLOCK_N, D, REAL_TAIL, STAGES, 32 * COPY_WARPS, READERS)
+    k_ring = make_ring(k_dtype, BLOCK_N, D, REAL_TAIL, STAGES, 32 * COPY_WARPS, READERS)
     v_ring = make_ring(dtype, BLOCK_N, D, REAL_DV - D, STAGES, 32 * COPY_WARPS, READERS)
     tile = place_tile(
         cached_lens, encoder_lens, q_indptr, tile_request, tile_row,
@@ -280,10 +301,10 @@ def attend_hopper_tiles(
     queries = (q, q_stride, q_head_stride)
     results = (out, out_stride, lse, lse_stride)
     factors = (scale, cap, v_scale)
-    rooms = (q_tiles, q_tails, k_ring, v_ring)
+    rooms = (q_tiles, q_tails, rounded_tiles, k_ring, v_ring)
     copied = (
         k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows,
-        encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
+        v_starts, encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
     )  # fmt: skip
     given = (queries, results, sinks, factors, rooms, tile)
     if READERS == 1:

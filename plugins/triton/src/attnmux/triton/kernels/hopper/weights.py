@@ -15,12 +15,16 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
     """A block's weights [M, BLOCK_N], the factor [M] of the earlier ones, and the new top and mass.
 
     logits [M, BLOCK_N], top and mass [M]: as in `attend_blocks`, except that logits times `scale`
-    are in units of log 2. first, end [M]: the keys that each row sees; without HIDES nothing is
-    compared.
+    are in units of log 2. scale: a number, or [M] if queries are rounded. first, end [M]: the keys
+    that each row sees; without HIDES nothing is compared.
     """
+    scale_of_rows = scale
+    if kind.ROUNDS_QUERIES:
+        scale_of_rows = scale[:, None]
     if kind.HAS_CAP:
-        logits = capped(logits, scale, cap)
+        logits = capped(logits, scale_of_rows, cap)
         scale = 1.0
+        scale_of_rows = 1.0
     if HIDES:
         columns = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, logits.type.layout))
         # Bits 1 and 2 depend on the thread: without them the columns are constants.
@@ -35,7 +39,7 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
     if HIDES:
         # A row that has seen no key yet: inf - inf is NaN.
         base = gl.where(higher == -float("inf"), 0.0, higher)
-    weights = gl.exp2(logits * scale - (base * scale)[:, None])
+    weights = gl.exp2(logits * scale_of_rows - (base * scale)[:, None])
     # Exactly 1 where `top` stays. A fused top * scale - base * scale would be its rounding error,
     # once for each block of the tile that the row does not see.
     kept_share = gl.exp2((top - base) * scale)
