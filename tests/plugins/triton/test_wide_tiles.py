@@ -7,17 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import GraphUnsupported, Platform
+from attnmux.core import GraphUnsupported, InvalidInput, Platform
+from attnmux.emulators.gluon import emulated
 from attnmux.testing import Candidate, Case, extend, make_setup, prepare_step
 from attnmux.testing.run.runner import run_case
-from attnmux.triton.plugin import TRITON
+from attnmux.triton.plugin import ROUNDED_ERROR, TRITON
 
 pytest.importorskip("triton")
 
 from attnmux.triton.attention import wide_tiles
 from attnmux.triton.attention.backend import TritonBackend
+from attnmux.triton.attention.rounded_queries import rounds_queries
+from attnmux.triton.attention.tiles import TileAttention
 from attnmux.triton.attention.wide_tiles import LEAST_ROWS, WideTileAttention, is_worth
-from attnmux.triton.launches.configs import PORTABLE
+from attnmux.triton.launches import dispatch
+from attnmux.triton.launches.configs import HOPPER, PORTABLE
 
 SM90 = Platform.parse("nvidia:sm90,cuda=13.0")
 CANDIDATE = Candidate(
@@ -150,3 +154,79 @@ def test_parts_of_the_heads_are_served_in_turn(name, widened, monkeypatch):
     assert outcome.status == "passed", outcome.message
     assert set(counts) == {1}
     assert len(counts) == CASES[name].num_kv_heads * len(widened) > len(widened)
+
+
+ROUNDED = {
+    "extend-fp8_e4m3-page16": {},
+    "extend-fp8_e4m3-page1": {"head_dim": 64, "v_head_dim": 64},
+    "extend-fp8_e4m3-kv-in-pool-page16": {"head_dim": 256, "v_head_dim": 256},
+    "extend-fp8_e4m3-scales-lse-page16": {"head_dim": 128, "v_head_dim": 128},
+    "sinks": {"logit_cap": 3.0, "head_dim": 64, "v_head_dim": 64},
+}
+"""Cases whose Q has values of e4m3: they are as exact with rounded queries as without."""
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.turns(2)
+def test_agrees_with_reference_if_queries_are_rounded(name, monkeypatch):
+    """V alone is widened, also for parts of the heads."""
+    monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
+    monkeypatch.setattr(wide_tiles, "LEAST_ROWS", 0)
+    monkeypatch.setattr(wide_tiles, "MOST_BYTES", 1)
+    read = []
+    attend = TileAttention.__call__
+
+    def note(self, call, step, plans, slots, results, keys=None):
+        read.append((keys.k.dtype, keys.v.dtype))
+        attend(self, call, step, plans, slots, results, keys)
+
+    monkeypatch.setattr(TileAttention, "__call__", note)
+    case = replace(CASES[name], host_lens=True, **ROUNDED[name])
+    with emulated() as launched:
+        outcome = run_case(replace(CANDIDATE, options={"fp8_products": True}), case)
+    assert outcome.status == "passed", outcome.message
+    assert "attend_hopper_tiles" in launched
+    assert set(read) == {(torch.float8_e4m3fn, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_rounded"),
+    [
+        ({}, True),
+        ({"kv_dtype": "fp8_e5m2"}, False),
+        ({"head_dim": 192, "v_head_dim": 128}, False),
+        ({"head_dim": 96, "v_head_dim": 96}, False),
+    ],
+)
+def test_queries_are_rounded_for_the_widths_of_the_kernel(monkeypatch, changes, is_rounded):
+    """Other layers over 8-bit pools are widened as without the option."""
+    monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
+    case = Case(name="of-this-test", steps=(LONG,), **{"head_dim": 128, "v_head_dim": 128, **FP8, **changes})
+    context = make_setup(case, SM90, "cpu").context
+    layers = TritonBackend(context, {"fp8_products": True}, compute_units=3)._layers.values()
+    for layer in layers:
+        assert layer.tiles.kernel == PORTABLE
+        wide = wide_tiles.wide_layer(layer, rounds_queries=True)
+        assert wide.tiles.kernel == HOPPER
+        assert wide.dispatch.traits.rounds_queries == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("option", "max_error", "expected"),
+    [
+        (False, None, False),
+        (True, None, True),
+        (False, ROUNDED_ERROR, True),
+        (True, ROUNDED_ERROR, True),
+        (False, ROUNDED_ERROR - 1, False),
+    ],
+)
+def test_a_request_admits_rounded_queries_by_its_error(option, max_error, expected):
+    request = Case(name="of-this-test", steps=(LONG,)).request.replace(max_error=max_error)
+    assert rounds_queries({"fp8_products": option}, request) == expected
+
+
+def test_the_option_does_not_go_with_a_smaller_error():
+    request = Case(name="of-this-test", steps=(LONG,)).request.replace(max_error=2)
+    with pytest.raises(InvalidInput, match="at least 16"):
+        rounds_queries({"fp8_products": True}, request)
