@@ -221,8 +221,8 @@ def run_case(changed: dict[str, Any], device: str) -> float:
 
     torch.manual_seed(0)
     variant = {**PLAIN, **changed}
-    new, cached, rise = variant.pop("new"), variant.pop("cached"), variant.pop("rise", 0.0)
-    rounds = variant.pop("rounds", False)
+    new, cached = variant.pop("new"), variant.pop("cached")
+    rise, rounds = variant.pop("rise", 0.0), variant.pop("rounds", False)
     launch = {**LAUNCH, **{name: variant.pop(name) for name in LAUNCH if name in variant}}
     group, heads, page = variant["GROUP"], 2, variant["PAGE"]
     width, value_width = variant["D"] + variant["REAL_TAIL"], variant["REAL_DV"]
@@ -241,20 +241,14 @@ def run_case(changed: dict[str, Any], device: str) -> float:
             (rows, heads, value_width),
         )
     )
+    slots_of_requests = [slots_of(*both, page) for both in zip(table, lens, strict=True)]
     if rise:
-        # Logits grow by so much from key to key, the last one first, as the kernel reads them
-        q += 1
-        for request, length in enumerate(lens):
-            places = torch.arange(length, device=device)
-            slots = slots_of(table[request], length, page)
-            k[slots] += (rise * (length - places) * width**-0.5)[:, None, None].bfloat16()
+        raise_logits(q, k, slots_of_requests, rise)
     v_read, v_starts = v, None
     if rounds:
         # Rows of different sizes
         q *= torch.randn(tokens, heads * group, 1, device=device).exp()
-        k = k.to(torch.float8_e4m3fn)
-        held = [slots_of(row, length, page) for row, length in zip(table, lens, strict=True)]
-        v_read = v[torch.cat(held)]
+        k, v_read = k.to(torch.float8_e4m3fn), v[torch.cat(slots_of_requests)]
         v_starts = torch.tensor([0, *lens[:-1]]).cumsum(0).to(device, torch.int32)
     num_splits = 3 if variant["SPLIT_BLOCKS"] else 1
     out = torch.full((num_splits, tokens, heads * group, value_width), math.nan, device=device)
@@ -284,8 +278,7 @@ def run_case(changed: dict[str, Any], device: str) -> float:
     errors: list[torch.Tensor] = []
     for request, length in enumerate(lens):
         here = slice(int(q_indptr[request]), int(q_indptr[request + 1]))
-        places = torch.arange(length, device=device)
-        slots = slots_of(table[request], length, page)
+        places, slots = torch.arange(length, device=device), slots_of_requests[request]
         keys, values = (
             (x[here] if in_call else x[slots]).double().repeat_interleave(group, 1) for x in (k, v)
         )
@@ -305,6 +298,16 @@ def slots_of(row: torch.Tensor, length: int, page: int) -> torch.Tensor:
     """The slots of the first `length` tokens of a row of a table of pages."""
     places = torch.arange(length, device=row.device)
     return row.long()[places // page] * page + places % page
+
+
+def raise_logits(
+    q: torch.Tensor, k: torch.Tensor, slots_of_requests: Sequence[torch.Tensor], rise: float
+) -> None:
+    """Let logits grow by so much from key to key, the last one first, as the kernel reads them."""
+    q += 1
+    for slots in slots_of_requests:
+        places = torch.arange(len(slots), 0, -1, device=k.device)
+        k[slots] += (rise * places * k.shape[2] ** -0.5)[:, None, None].bfloat16()
 
 
 def rounded(q: torch.Tensor) -> torch.Tensor:

@@ -201,7 +201,9 @@ def test_agrees_with_reference_if_queries_are_rounded(name, monkeypatch):
 def test_queries_are_rounded_for_the_widths_of_the_kernel(monkeypatch, changes, is_rounded):
     """Other layers over 8-bit pools are widened as without the option."""
     monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
-    case = Case(name="of-this-test", steps=(LONG,), **{"head_dim": 128, "v_head_dim": 128, **FP8, **changes})
+    case = Case(
+        name="of-this-test", steps=(LONG,), **{"head_dim": 128, "v_head_dim": 128, **FP8, **changes}
+    )
     context = make_setup(case, SM90, "cpu").context
     layers = TritonBackend(context, {"fp8_products": True}, compute_units=3)._layers.values()
     for layer in layers:

@@ -52,9 +52,7 @@ def wide_layer(layer: TritonLayer, *, rounds_queries: bool = False) -> TritonLay
         return None
     traits = layer.dispatch.traits
     rounded = replace(layer.dispatch, traits=replace(traits, rounds_queries=True))
-    widened = replace(
-        layer.dispatch, traits=replace(traits, keys=None, page_size=1), page_size=1
-    )
+    widened = replace(layer.dispatch, traits=replace(traits, keys=None, page_size=1), page_size=1)
     for dispatch in (rounded, widened) if rounds_queries else (widened,):
         tiles = dispatch.tiles(hides=False)
         if tiles.kernel in WIDE_KERNELS:

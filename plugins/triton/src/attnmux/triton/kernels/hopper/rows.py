@@ -39,9 +39,7 @@ def load_queries(
     """Copy columns of warpgroup PART's rows into shared memory, [ROWS, width]. REAL: those that q
     has; the rest is 0."""
     layout: gl.constexpr = copy_layout(16, room.shape[1], gl.num_warps())
-    places = places_of_queries(
-        q, q_stride, q_head_stride, tile, PART, room.shape[1], kind, layout
-    )
+    places = places_of_queries(q, q_stride, q_head_stride, tile, PART, room.shape[1], kind, layout)
     if room.shape[1] == REAL:
         room.store(gl.load(places))
     else:
@@ -68,10 +66,14 @@ def round_queries(q, q_stride, q_head_stride, tile, room, PART: gl.constexpr, ki
 
 
 @gluon.jit
-def hold_queries(room):
-    """A warpgroup's queries [ROWS, D] in shared memory, as pairs in registers: see `pack`."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, room.shape[1], 16])
-    return pack(room.load(layout).to(gl.float32), room.dtype)
+def hold_queries(room, logits: gl.constexpr):
+    """A warpgroup's queries [ROWS, D] in shared memory, in registers: pairs of 16 bits, see `pack`,
+    or the left operand of 8 bits. logits: the layout of the product."""
+    if room.dtype.primitive_bitwidth == 8:
+        return room.load(gl.DotOperandLayout(0, logits, 4))
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, room.shape[1], 16])
+        return pack(room.load(layout).to(gl.float32), room.dtype)
 
 
 @gluon.jit

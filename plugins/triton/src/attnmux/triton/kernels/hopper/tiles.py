@@ -46,12 +46,14 @@ def logits_layout(num_keys: int, bits: int) -> gl.NVMMADistributedLayout:
 
 @gluon.jit
 def multiply_keys(q_parts, held, ring, at, layout: gl.constexpr):
-    """Begin to compute a block's logits [ROWS, BLOCK_N]. held: the queries in registers,
-    instead of q_parts[0]; empty if they are in shared memory."""
+    """Begin to compute a block's logits [ROWS, BLOCK_N]. held: the queries in registers by
+    `hold_queries`, instead of q_parts[0]; empty if they are in shared memory."""
     keys = ring.block(at)
     logits = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
     if len(held) > 0:
-        operand = as_operand(unpack(held[0], keys.dtype), logits)
+        operand = held[0]
+        if keys.dtype.primitive_bitwidth == 16:
+            operand = as_operand(unpack(operand, keys.dtype), logits)
     else:
         operand = q_parts[0]
     logits = warpgroup_mma(operand, keys.permute([1, 0]), logits, use_acc=False, is_async=True)
@@ -209,7 +211,7 @@ def attend_rows(
         fence_async_shared()
         held = ()
         if HOLDS_QUERIES:
-            held = (hold_queries(q_parts[0]),)
+            held = (hold_queries(q_parts[0], logits_layout(kind.BLOCK_N, bits)),)
         position = tile.cached + gl.minimum(row, tile.num_rows - 1) // kind.GROUP
         first, end = visible_range(position, tile.num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
         accs, top, mass = attend_tile(
@@ -271,7 +273,7 @@ def attend_hopper_tiles(
     READERS: gl.constexpr = BLOCK_M // ROWS
     gl.static_assert(BLOCK_M == READERS * ROWS and READERS <= 3)
     ROUNDS_QUERIES: gl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
-    gl.static_assert(not ROUNDS_QUERIES or (REAL_TAIL == 0 and not HOLDS_QUERIES))
+    gl.static_assert(not ROUNDS_QUERIES or REAL_TAIL == 0)
     kind = Kind(
         GROUP=GROUP, D=D, K_TAIL=REAL_TAIL, V_TAIL=REAL_DV - D, PAGE=PAGE,
         IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
