@@ -230,9 +230,8 @@ def run_case(changed: dict[str, Any], device: str) -> float:
     lens = [both[0] + both[1] for both in zip(new, cached, strict=True)]
     pages = -(-max(lens) // page)
     table = torch.randperm(batch_size * pages).view(batch_size, pages).to(device, torch.int32)
-    kept = batch_size * pages * page
     in_call = variant["IN_CALL"]
-    rows = tokens if in_call else kept
+    rows = tokens if in_call else batch_size * pages * page
     q, k, v = (
         torch.randn(count, of, each, device=device, dtype=torch.bfloat16)
         for count, of, each in (
