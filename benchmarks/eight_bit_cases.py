@@ -15,16 +15,20 @@ from attnmux.triton.launches.hopper_configs import (
     HOPPER_TILES,
 )
 
-EXACT, ROUNDED, FA3, ALONE = "16 bits", "8 bits", "fa3", "fa3 alone"
-SIDES = (EXACT, ROUNDED, FA3, ALONE)
-VARIANTS: Mapping[str, TileConfig] = {
+EXACT, QUERIES, ALL, FA3, ALONE = "16 bits", "queries", "all", "fa3", "fa3 alone"
+SIDES = (EXACT, QUERIES, ALL, FA3, ALONE)
+CHECKED = (EXACT, QUERIES, ALL, FA3)
+"""Those whose errors are columns."""
+OPTIONS = {EXACT: "", QUERIES: "queries", ALL: "all"}
+TILES: Mapping[str, TileConfig] = {
     "192x64x3": replace(HOPPER_HIGH_TILES, num_stages=3),
     "192x64 held": HOPPER_HIGH_HELD_TILES,
     "128x128": HOPPER_TILES,
     "128x128x3": replace(HOPPER_TILES, num_stages=3),
     "128x128 held": HOPPER_HELD_TILES,
 }
-"""Tiles by rows, keys of a block and, if more than 2, blocks ahead; held: queries in registers."""
+"""By rows, keys of a block and, if more than 2, blocks ahead; held: queries in registers."""
+VARIANTS = {f"{side} {name}": (side, name) for side in (QUERIES, ALL) for name in TILES}
 EXACT_LIMIT = 1e-2
 """The relative error of 16-bit products: results and weights are rounded to bfloat16."""
 ROUNDED_LIMIT = EXACT_LIMIT + 2**-4
@@ -34,8 +38,8 @@ COLUMNS = {
     "step": "",
     "heads": "",
     **dict.fromkeys((f"{side}, us" for side in SIDES), ".1f"),
-    **{"16 bits : fa3": ".3f", "8 bits : fa3": ".3f", "8 : 16 bits": ".3f"},
-    **dict.fromkeys((f"{side}, error" for side in SIDES[:3]), ".4f"),
+    **dict.fromkeys((f"{side} : fa3" for side in OPTIONS), ".3f"),
+    **dict.fromkeys((f"{side}, error" for side in CHECKED), ".4f"),
     "verdict": "",
 }
 
@@ -123,9 +127,8 @@ def cells(step: str, heads: str, figures: Figures, verdict: str) -> Iterator[str
     """As COLUMNS names them."""
     us = {side: figure.us for side, figure in figures.items()}
     yield from (step, heads, *(us.get(side) for side in SIDES))
-    for one, other in ((EXACT, FA3), (ROUNDED, FA3), (ROUNDED, EXACT)):
-        yield ratio(us.get(one), us.get(other))
-    yield from (figures[side].error if side in figures else None for side in SIDES[:3])
+    yield from (ratio(us.get(side), us.get(FA3)) for side in OPTIONS)
+    yield from (figures[side].error if side in figures else None for side in CHECKED)
     yield verdict
 
 
@@ -141,4 +144,4 @@ def notes(step: str, figures: Figures) -> Iterator[str]:
         elif side in VARIANTS and figure.us is not None:
             by = ratio(figure.us, figures[FA3].us)
             of_fa3 = "" if by is None else f", {by:.3f} of fa3's"
-            yield f"- {step}, 8 bits {side}: {figure.us:.1f} us{of_fa3}, error {figure.error:.4f}"
+            yield f"- {step}, {side}: {figure.us:.1f} us{of_fa3}, error {figure.error:.4f}"

@@ -3,9 +3,9 @@
     python -m benchmarks.eight_bit_products [--rounds 3] [--jobs 8] [--variants] [--json FILE]
     TRITON_INTERPRET=1 python -m benchmarks.eight_bit_products --dry-run    tiny, emulated, on a CPU
 
-`16 bits` is the Triton backend, `8 bits` the same with its option `fp8_products`, and `fa3` is
-FlashAttention 3 through its adapter, which rounds Q in the call; `fa3 alone` is its kernel with a Q
-that was rounded before.
+`16 bits` is the Triton backend, `queries` and `all` the same with these values of its option
+`fp8_products`, and `fa3` is FlashAttention 3 through its adapter, which rounds Q in the call; `fa3
+alone` is its kernel with a Q that was rounded before.
 
 First each shape's error against float64 on fresh random inputs, of all rows: without the option it
 must stay within EXACT_LIMIT, and with it within ROUNDED_LIMIT. Then the time of one layer's
@@ -34,7 +34,18 @@ import torch
 import triton
 from benchmarks import eight_bit_cases, libraries
 from benchmarks.cases import dry_run_option, json_option, rounds_option
-from benchmarks.eight_bit_cases import ALONE, COLUMNS, EXACT, FA3, ROUNDED, VARIANTS, Figure, Sizes
+from benchmarks.eight_bit_cases import (
+    ALONE,
+    CHECKED,
+    COLUMNS,
+    FA3,
+    OPTIONS,
+    SIDES,
+    TILES,
+    VARIANTS,
+    Figure,
+    Sizes,
+)
 from benchmarks.emulated import emulated_libraries
 from benchmarks.triton_gpu import cold_meter
 
@@ -75,20 +86,20 @@ class Sides:
             return find_candidate("nvidia/fa3", platforms=(self.platform,)).build(context)
         tables = ConfigTables()
         if side in VARIANTS:
+            side, tiles = VARIANTS[side]
             dims = context.layers[0].qk_head_dim, context.layers[0].v_head_dim
-            entry = ConfigEntry(arch="sm90", dims=dims, key_bits=8, config=VARIANTS[side])
+            entry = ConfigEntry(arch="sm90", dims=dims, key_bits=8, config=TILES[tiles])
             tables = ConfigTables(own_tiles=(entry,))
         return TritonBackend(
             context,
-            {"fp8_products": side != EXACT},
+            {"fp8_products": OPTIONS[side]},
             compute_units=compute_units(context),
             tables=tables,
         )
 
     def errors(self, case: Case) -> Figures:
         """Of all rows, by side."""
-        sides = (EXACT, ROUNDED, FA3)
-        return {side: tried(partial(self._error, case, side)) for side in sides}
+        return {side: tried(partial(self._error, case, side)) for side in CHECKED}
 
     def _error(self, case: Case, side: str) -> Figure:
         setup = make_setup(case, self.platform, self.device, seed=self.seed)
@@ -147,7 +158,7 @@ class Sides:
             runs[side] = run
             return Figure(error=error)
 
-        sides = (EXACT, ROUNDED, FA3, ALONE, *self.variants)
+        sides = (*SIDES, *self.variants)
         figures = {side: tried(partial(answer, side)) for side in sides}
         if rounds:
             meters = {side: cold_meter(run, step.q.device) for side, run in runs.items()}

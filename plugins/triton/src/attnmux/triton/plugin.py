@@ -172,8 +172,8 @@ def _clauses(dtype: str) -> Iterator[Clause]:
 
 
 ROUNDED_ERROR = 16
-"""The error of answers over e4m3 K and V with queries rounded to e4m3, in roundings of the output's
-format: see `ErrorBound`."""
+"""The error of answers over e4m3 K and V with queries and weights rounded to e4m3, in roundings of
+the output's format: see `ErrorBound`."""
 
 OPTIONS = (
     Option(
@@ -203,10 +203,12 @@ OPTIONS = (
     ),
     Option(
         name="fp8_products",
-        type=bool,
-        default=False,
-        summary="on Hopper, let prompts over e4m3 K and V round Q to e4m3, which is faster and has "
-        f"an error of up to {ROUNDED_ERROR} roundings; a max_error of as many lets them too",
+        type=str,
+        default="",
+        choices=("", "queries", "all"),
+        summary="on Hopper, let prompts over e4m3 K and V round to e4m3: Q by queries, the "
+        "softmax's weights too by all; they are faster and have errors of up to "
+        f"{ROUNDED_ERROR} roundings, and a max_error of as many lets them round queries",
     ),
 )
 

@@ -23,7 +23,7 @@ from attnmux.core import (
 )
 from attnmux.triton.attention.layer import TritonLayer
 from attnmux.triton.attention.layers_attention import LayersAttention
-from attnmux.triton.attention.rounded_queries import rounds_queries
+from attnmux.triton.attention.rounding import rounding
 from attnmux.triton.attention.share_plans import SplitOptions
 from attnmux.triton.attention.slots import SlotTables
 from attnmux.triton.attention.step import NO_STEP, RunningSums, TritonStep, fill_trees
@@ -68,7 +68,7 @@ class TritonBackend(AttentionBackend):
             self._splits,
             compute_units=compute_units,
             launcher=self.launcher,
-            rounds_queries=rounds_queries(options, context.request),
+            rounds=rounding(options, context.request),
         )
         groups = [
             layer.slot_group for layer in self._layers.values() if layer.slot_group is not None

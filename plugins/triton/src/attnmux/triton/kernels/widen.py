@@ -47,6 +47,41 @@ def widen_keys(
     _copy(v + of_head * v_head_stride, slot, v_stride, is_there, wide_v, to, REAL_DV, DV)
 
 
+@triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens", "starts"])
+def turn_values(
+    v, v_stride, v_head_stride, slots, slots_stride, rows, seq_lens, starts, turned,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Write the values of each request in pieces of 64 keys, whose columns have their keys side by
+    side, for products of 8 bits with weights.
+
+    v, slots, rows and seq_lens: as in `widen_keys`, V of D columns, a power of 2. turned [pieces,
+    HEADS, D, 64] of V's dtype: keys 0, 1, 8, 9, 2, 3, 10, 11 and so on of every 16, see
+    `order_weights`. A request has an even number of pieces, with 0 after its last key. starts [B]
+    int32: its first one.
+
+    Grid: heads, pieces of the longest request, requests.
+    """
+    head, piece, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_keys = tl.load(seq_lens + request)
+    if piece // 2 * 128 >= num_keys:
+        return
+    place = tl.arange(0, 64)
+    key = piece * 64 + (place & 0x31) + (place // 2 % 2 * 8) + (place // 4 % 4 * 2)
+    is_there = key < num_keys
+    row = request
+    if rows is not None:
+        row = tl.load(rows + request)
+    table = slots + row.to(tl.int64) * slots_stride
+    slot = tl.load(table + key // PAGE, mask=is_there, other=0).to(tl.int64)
+    if PAGE > 1:
+        slot = slot * PAGE + key % PAGE
+    values = load_rows(v + head.to(tl.int64) * v_head_stride, slot, v_stride, is_there, D, D, True)
+    to = ((tl.load(starts + request) + piece).to(tl.int64) * HEADS + head) * (D * 64)
+    column = tl.arange(0, D)
+    tl.store(turned + to + column[:, None] * 64 + place[None, :], tl.trans(values))
+
+
 @triton.jit
 def _copy(base, slot, stride, is_there, wide, to, REAL_D: tl.constexpr, D: tl.constexpr):
     rows = load_rows(base, slot, stride, is_there, D, REAL_D, True)

@@ -11,6 +11,8 @@ from triton.language.core import _aggregate as aggregate
 from attnmux.triton.kernels.hopper.gluon_names import copy_to_shared
 from attnmux.triton.kernels.hopper.walk import after_share, first_unit, place_rows, place_share
 
+KEYS = gl.constexpr(64)
+"""Keys of a piece of values that are turned."""
 COPIED_BITS = gl.constexpr(128)
 """The most that a thread copies at a time."""
 COPY_WARPS = gl.constexpr(4)
@@ -175,6 +177,29 @@ def copy_block(base, stride, table, first_key, block, tile, ring, at, kind):
 
 
 @gluon.jit
+def copy_turned(base, stride, first_piece, block, ring, at, kind):
+    """Begin to copy a block's values [D, BLOCK_N] as the ring's at-th, out of pieces [D, KEYS]."""
+    layout: gl.constexpr = copy_layout(8, kind.BLOCK_N, gl.num_warps())
+    keys = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, layout))
+    columns = gl.arange(0, kind.D, gl.SliceLayout(1, layout))
+    first = (first_piece + block * (kind.BLOCK_N // KEYS)).to(gl.int64) * stride
+    places = base + first + (keys // KEYS * stride + keys % KEYS)[None, :]
+    places += (columns * KEYS)[:, None]
+    places = gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, 16])
+    ring.await_free(at)
+    copy_to_shared(ring.block(at), places)
+    ring.fill(at)
+
+
+@gluon.jit
+def copy_values(v, v_stride, table, first_value, block, tile, ring, at, kind):
+    if kind.ROUNDS_WEIGHTS:
+        copy_turned(v, v_stride, first_value, block, ring, at, kind)
+    else:
+        copy_block(v, v_stride, table, first_value, block, tile, ring, at, kind)
+
+
+@gluon.jit
 def copy_keys(
     k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride,
     rows, v_starts, encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
@@ -207,9 +232,9 @@ def copy_keys(
         for at in range(1, turns):
             block = last - at
             copy_block(k, k_stride, table, first_key, block, tile, k_ring, at, kind)
-            copy_block(v, v_stride, v_table, first_value, block + 1, tile, v_ring, at - 1, kind)
+            copy_values(v, v_stride, v_table, first_value, block + 1, tile, v_ring, at - 1, kind)
         at = turns - 1
-        copy_block(v, v_stride, v_table, first_value, tile.start, tile, v_ring, at, kind)
+        copy_values(v, v_stride, v_table, first_value, tile.start, tile, v_ring, at, kind)
 
 
 @gluon.jit

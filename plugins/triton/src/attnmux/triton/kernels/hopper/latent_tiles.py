@@ -73,6 +73,7 @@ def attend_latent_tiles(
         GROUP=GROUP, D=512, K_TAIL=64, V_TAIL=0, PAGE=1, IS_CAUSAL=True, IS_CROSS=False,
         IN_CALL=IN_CALL, HAS_ENCODER=False, WINDOW=-1, CHUNK=0, HAS_CAP=False,
         SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROUNDS_QUERIES=False,
+        ROUNDS_WEIGHTS=False,
     )  # fmt: skip
     placed = place_tile(
         cached_lens, None, q_indptr, tile_request, tile_row,

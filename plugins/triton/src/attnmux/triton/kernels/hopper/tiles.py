@@ -33,15 +33,23 @@ from attnmux.triton.kernels.hopper.rows import (
     round_queries,
     store_result,
 )
-from attnmux.triton.kernels.hopper.weights import LOG2_E, pack, unpack, weigh
+from attnmux.triton.kernels.hopper.weights import (
+    LOG2_E,
+    order_weights,
+    pack,
+    pack_quads,
+    unpack,
+    unpack_quads,
+    weigh,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.constexpr_function
-def logits_layout(num_keys: int, bits: int) -> gl.NVMMADistributedLayout:
-    """Of a block's logits. bits: of a value of K."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, num_keys, 256 // bits])
+def product_layout(width: int, bits: int) -> gl.NVMMADistributedLayout:
+    """Of a warpgroup's products [ROWS, width]. bits: of a value of the operands."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 256 // bits])
 
 
 @gluon.jit
@@ -66,7 +74,11 @@ def multiply_keys(q_parts, held, ring, at, layout: gl.constexpr):
 def multiply_values(pairs, ring, at, accs):
     """Begin to add a block's weighted values to accs: [ROWS, D] and, with a tail, [ROWS, TAIL]."""
     values = ring.block(at)
-    weights = unpack(pairs, values.dtype)
+    if values.dtype.primitive_bitwidth == 8:
+        values = values.permute([1, 0])
+        weights = unpack_quads(pairs)
+    else:
+        weights = unpack(pairs, values.dtype)
     acc = warpgroup_mma(as_operand(weights, accs[0]), values, accs[0], is_async=True)
     if ring.TAIL > 0:
         tail = accs[1]
@@ -79,7 +91,17 @@ def multiply_values(pairs, ring, at, accs):
 @gluon.jit
 def as_operand(weights, acc):
     """Weights as the left operand of a product that is added to acc."""
-    return gl.convert_layout(weights, gl.DotOperandLayout(0, acc.type.layout, 2))
+    NEXT_TO_EACH_OTHER: gl.constexpr = 32 // weights.dtype.primitive_bitwidth
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, acc.type.layout, NEXT_TO_EACH_OTHER))
+
+
+@gluon.jit
+def packed(weights, dtype: gl.constexpr):
+    """Weights of V's dtype in registers."""
+    if dtype.primitive_bitwidth == 8:
+        return pack_quads(order_weights(weights))
+    else:
+        return pack(weights, dtype)
 
 
 @gluon.jit
@@ -127,7 +149,7 @@ def attend_turns(
         accs, weights = await_values(accs, weights)
         v_ring.release(at - 1)
         accs = scaled(accs, kept_share)
-        pairs = pack(weights, v_ring.rows.dtype)
+        pairs = packed(weights, v_ring.rows.dtype)
     return accs, top, mass, pairs
 
 
@@ -137,7 +159,7 @@ def attend_tile(
 ):  # fmt: skip
     """Add all of a tile's keys to the running softmax of its rows."""
     bits: gl.constexpr = k_ring.rows.dtype.primitive_bitwidth
-    layout: gl.constexpr = logits_layout(kind.BLOCK_N, bits)
+    layout: gl.constexpr = product_layout(kind.BLOCK_N, bits)
     turns = tile.stop - tile.start
     k_ring.await_full(0)
     fence_async_shared()
@@ -146,7 +168,7 @@ def attend_tile(
     weights, _, top, mass = weigh(
         logits, top, mass, tile.stop - 1, first, end, scale, cap, True, kind
     )
-    pairs = pack(weights, v_ring.rows.dtype)
+    pairs = packed(weights, v_ring.rows.dtype)
     v_ring.await_full(0)
     k_ring.await_full(1, turns > 1)
     fence_async_shared()
@@ -169,9 +191,8 @@ def attend_tile(
 
 
 @gluon.jit
-def nothing_yet(WIDTH: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
+def nothing_yet(WIDTH: gl.constexpr, bits: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH, bits))
 
 
 @gluon.jit
@@ -186,13 +207,13 @@ def attend_rows(
     scale, cap, v_scale = factors
     q_tiles, q_tails, rounded_tiles, k_ring, v_ring = rooms
     bits: gl.constexpr = k_ring.rows.dtype.primitive_bitwidth
-    rows_layout: gl.constexpr = gl.SliceLayout(1, logits_layout(kind.BLOCK_N, bits))
+    rows_layout: gl.constexpr = gl.SliceLayout(1, product_layout(kind.BLOCK_N, bits))
     q_room = q_tiles.index(PART)
     q_parts = (rounded_tiles.index(PART), q_tails.index(PART))
     row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, rows_layout)
-    accs = (nothing_yet(kind.D),)
+    accs = (nothing_yet(kind.D, v_ring.rows.dtype.primitive_bitwidth),)
     if kind.V_TAIL > 0:
-        accs = (accs[0], nothing_yet(v_ring.TAIL))
+        accs = (accs[0], nothing_yet(v_ring.TAIL, 16))
     top = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)
     mass = gl.zeros([ROWS], gl.float32, rows_layout)
     if kind.ROUNDS_QUERIES:
@@ -211,7 +232,7 @@ def attend_rows(
         fence_async_shared()
         held = ()
         if HOLDS_QUERIES:
-            held = (hold_queries(q_parts[0], logits_layout(kind.BLOCK_N, bits)),)
+            held = (hold_queries(q_parts[0], product_layout(kind.BLOCK_N, bits)),)
         position = tile.cached + gl.minimum(row, tile.num_rows - 1) // kind.GROUP
         first, end = visible_range(position, tile.num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
         accs, top, mass = attend_tile(
@@ -273,13 +294,15 @@ def attend_hopper_tiles(
     READERS: gl.constexpr = BLOCK_M // ROWS
     gl.static_assert(BLOCK_M == READERS * ROWS and READERS <= 3)
     ROUNDS_QUERIES: gl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
+    ROUNDS_WEIGHTS: gl.constexpr = v.dtype.element_ty.primitive_bitwidth == 8
+    gl.static_assert(ROUNDS_QUERIES or not ROUNDS_WEIGHTS)
     gl.static_assert(not ROUNDS_QUERIES or REAL_TAIL == 0)
     kind = Kind(
         GROUP=GROUP, D=D, K_TAIL=REAL_TAIL, V_TAIL=REAL_DV - D, PAGE=PAGE,
         IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
         HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP,
         SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        ROUNDS_QUERIES=ROUNDS_QUERIES,
+        ROUNDS_QUERIES=ROUNDS_QUERIES, ROUNDS_WEIGHTS=ROUNDS_WEIGHTS,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
     k_dtype: gl.constexpr = k.dtype.element_ty
@@ -291,7 +314,10 @@ def attend_hopper_tiles(
     if REAL_TAIL > 0:
         q_tails = allocate_rows(dtype, READERS, ROWS, tail_width(REAL_TAIL))
     k_ring = make_ring(k_dtype, BLOCK_N, D, REAL_TAIL, STAGES, 32 * COPY_WARPS, READERS)
-    v_ring = make_ring(dtype, BLOCK_N, D, REAL_DV - D, STAGES, 32 * COPY_WARPS, READERS)
+    if ROUNDS_WEIGHTS:
+        v_ring = make_ring(k_dtype, D, BLOCK_N, 0, STAGES, 32 * COPY_WARPS, READERS)
+    else:
+        v_ring = make_ring(dtype, BLOCK_N, D, REAL_DV - D, STAGES, 32 * COPY_WARPS, READERS)
     tile = place_tile(
         cached_lens, encoder_lens, q_indptr, tile_request, tile_row,
         batch_size, num_tokens, num_tiles, num_splits, kind,

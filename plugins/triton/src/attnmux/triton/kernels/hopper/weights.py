@@ -34,7 +34,7 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
         if kind.WINDOW >= 0 or kind.CHUNK > 0:
             sees = sees & (columns >= first[:, None] - own)
         logits = gl.where(sees, logits, -float("inf"))
-    higher = raised(top, gl.max(logits, 1), scale)
+    higher = raised(top, gl.max(logits, 1), scale, kind.ROUNDS_WEIGHTS)
     base = higher
     if HIDES:
         # A row that has seen no key yet: inf - inf is NaN.
@@ -87,3 +87,48 @@ def unpack(pairs, dtype: gl.constexpr):
     )
     both = gl.join(even, odd).reshape([pairs.shape[0], pairs.shape[1] * 2])
     return both.to(dtype, bitcast=True)
+
+
+@gluon.jit
+def order_weights(weights):
+    """[M, N]: keys 0, 1, 8, 9, 2, 3, 10, 11 and so on of every 16. A thread then has the columns of
+    the left operand of 8 bits that it has computed."""
+    M: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = weights.shape[1]
+    return weights.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
+
+
+@gluon.jit
+def pack_quads(weights):
+    """[M, N // 4] int32: weights as e4m3, four by four, for the reason of `pack`."""
+    M: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = weights.shape[1]
+    even, odd = weights.reshape([M, N // 4, 2, 2]).split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [first, second, third, fourth],
+        gl.int32,
+        True,
+        1,
+    )
+
+
+@gluon.jit
+def unpack_quads(quads):
+    """The inverse of `pack_quads`, as float8e4nv."""
+    even = gl.join(byte_of(quads, 0), byte_of(quads, 2))
+    odd = gl.join(byte_of(quads, 1), byte_of(quads, 3))
+    return gl.join(even, odd).reshape([quads.shape[0], quads.shape[1] * 4])
+
+
+@gluon.jit
+def byte_of(quads, AT: gl.constexpr):
+    return (quads >> (8 * AT)).to(gl.int8).to(gl.float8e4nv, bitcast=True)
