@@ -204,8 +204,9 @@ def test_values_are_turned_in_pieces(page, width):
     starts = (pieces.cumsum(0) - pieces).int()
     turned = torch.empty(6, 2, width, 64, dtype=v.dtype)
     turn_values[2, 4, 3](
-        *(v, *v.stride()[:2], table, table.stride(0), None, lens, starts, turned),
-        **{"HEADS": 2, "D": width, "PAGE": page},
+        *(v.view(torch.int32), 2 * width // 4, width // 4, table, table.stride(0), None),
+        *(lens, starts, turned.view(torch.int32)),
+        **{"HEADS": 2, "WORDS": width // 4, "PAGE": page},
     )
     order = torch.tensor([8 * b + 2 * t + c for t in range(4) for b in (0, 1) for c in (0, 1)])
     for row, length in enumerate(lens.tolist()):

@@ -51,7 +51,9 @@ class PreparedKeys:
         if self._rounds == "all":
             turned = keys.v.new_empty(places.total, heads, v_dim * PIECE)
             grid = heads, places.longest, batch_size
-            bound(grid, (keys.v, *where, turned), strides, (), turned.dtype)
+            words = keys.v.view(torch.int32)
+            strides = *words.stride()[:2], slots.table.stride()[0]
+            bound(grid, (words, *where, turned.view(torch.int32)), strides)
             return Keys(keys.k, turned, v_starts=places.starts), slots
         v = keys.v.new_empty(places.total, heads, v_dim, dtype=dtype)
         k = None if self._rounds else v.new_empty(places.total, heads, keys.k.shape[2])
@@ -72,7 +74,7 @@ class PreparedKeys:
             numbers: tuple[str, ...] = ("v_stride", "v_head_stride", "slots_stride")
             if self._rounds == "all":
                 kernel, tensors = turn_values, ("v", *where, "turned")
-                fixed |= {"D": v_dim}
+                fixed |= {"WORDS": v_dim // 4}
             else:
                 kernel, tensors = widen_keys, ("k", "v", *where, "wide_k", "wide_v")
                 numbers = "k_stride", "k_head_stride", *numbers

@@ -50,13 +50,14 @@ def widen_keys(
 @triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens", "starts"])
 def turn_values(
     v, v_stride, v_head_stride, slots, slots_stride, rows, seq_lens, starts, turned,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Write the values of each request in pieces of 64 keys, whose columns have their keys side by
     side, for products of 8 bits with weights.
 
-    v, slots, rows and seq_lens: as in `widen_keys`, V of D columns, a power of 2. turned [pieces,
-    HEADS, D, 64] of V's dtype: keys 0, 1, 8, 9, 2, 3, 10, 11 and so on of every 16, see
+    v [slots, HEADS, WORDS] int32: each word is 4 columns of 8 bits; WORDS is a power of 2. slots,
+    rows and seq_lens: as in `widen_keys`. turned [pieces, HEADS, 4 * WORDS, 16] int32: a column's
+    words are each of 4 keys: 0, 1, 8, 9, then 2, 3, 10, 11 and so on of every 16, see
     `order_weights`. A request has an even number of pieces, with 0 after its last key. starts [B]
     int32: its first one.
 
@@ -66,20 +67,37 @@ def turn_values(
     num_keys = tl.load(seq_lens + request)
     if piece // 2 * 128 >= num_keys:
         return
-    place = tl.arange(0, 64)
-    key = piece * 64 + (place & 0x31) + (place // 2 % 2 * 8) + (place // 4 % 4 * 2)
-    is_there = key < num_keys
     row = request
     if rows is not None:
         row = tl.load(rows + request)
     table = slots + row.to(tl.int64) * slots_stride
+    v += head.to(tl.int64) * v_head_stride
+    four, word = tl.arange(0, 16), tl.arange(0, WORDS)
+    key = piece * 64 + four // 4 * 16 + four % 4 * 2
+    first = _words(v, v_stride, table, key, num_keys, WORDS, PAGE)
+    second = _words(v, v_stride, table, key + 1, num_keys, WORDS, PAGE)
+    third = _words(v, v_stride, table, key + 8, num_keys, WORDS, PAGE)
+    fourth = _words(v, v_stride, table, key + 9, num_keys, WORDS, PAGE)
+    to = ((tl.load(starts + request) + piece).to(tl.int64) * HEADS + head) * (WORDS * 64)
+    for byte in tl.static_range(4):
+        low = _byte(first, byte) | (_byte(second, byte) << 8)
+        high = _byte(third, byte) | (_byte(fourth, byte) << 8)
+        column = word * 4 + byte
+        tl.store(turned + to + column[None, :] * 16 + four[:, None], low | (high << 16))
+
+
+@triton.jit
+def _words(v, v_stride, table, key, num_keys, WORDS: tl.constexpr, PAGE: tl.constexpr):
+    is_there = key < num_keys
     slot = tl.load(table + key // PAGE, mask=is_there, other=0).to(tl.int64)
     if PAGE > 1:
         slot = slot * PAGE + key % PAGE
-    values = load_rows(v + head.to(tl.int64) * v_head_stride, slot, v_stride, is_there, D, D, True)
-    to = ((tl.load(starts + request) + piece).to(tl.int64) * HEADS + head) * (D * 64)
-    column = tl.arange(0, D)
-    tl.store(turned + to + column[:, None] * 64 + place[None, :], tl.trans(values))
+    return load_rows(v, slot, v_stride, is_there, WORDS, WORDS, True)
+
+
+@triton.jit
+def _byte(words, AT: tl.constexpr):
+    return (words >> (8 * AT)) & 255
 
 
 @triton.jit
