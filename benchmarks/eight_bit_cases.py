@@ -26,6 +26,8 @@ TILES: Mapping[str, TileConfig] = {
     "128x128": HOPPER_TILES,
     "128x128x3": replace(HOPPER_TILES, num_stages=3),
     "128x128 held": HOPPER_HELD_TILES,
+    "192x128": replace(HOPPER_HIGH_TILES, block_n=128),
+    "192x128 held": replace(HOPPER_HIGH_HELD_TILES, block_n=128),
 }
 """By rows, keys of a block and, if more than 2, blocks ahead; held: queries in registers."""
 VARIANTS = {f"{side} {name}": (side, name) for side in (QUERIES, ALL) for name in TILES}
