@@ -12,8 +12,8 @@ import torch
 
 from attnmux.triton.attention.layer import TritonLayer
 from attnmux.triton.attention.step import TritonStep
-from attnmux.triton.attention.wide_places import PIECE, WidePlaces
-from attnmux.triton.kernels.widen import turn_values, widen_keys
+from attnmux.triton.attention.wide_places import WidePlaces
+from attnmux.triton.kernels.widen import PIECE, turn_values, widen_keys
 from attnmux.triton.launches.bound_kernel import BoundKernel
 from attnmux.triton.launches.dispatch import Rounding
 from attnmux.triton.launches.operands import Keys, Slots
@@ -35,7 +35,7 @@ class PreparedKeys:
         """Bytes that a row of `WidePlaces` takes for each KV head."""
         k_dim, v_dim = self._layer.shape.dims
         if self._rounds == "all":
-            return PIECE * v_dim
+            return int(PIECE.value * v_dim)
         return 2 * (v_dim if self._rounds else k_dim + v_dim)
 
     def __call__(
@@ -49,7 +49,7 @@ class PreparedKeys:
         where = slots.table, slots.rows, step.batch.seq_lens, places.starts
         batch_size = step.batch.batch_size
         if self._rounds == "all":
-            turned = keys.v.new_empty(places.total, heads, v_dim * PIECE)
+            turned = keys.v.new_empty(places.total, heads, v_dim * PIECE.value)
             grid = heads, places.longest, batch_size
             words = keys.v.view(torch.int32)
             strides = *words.stride()[:2], slots.table.stride()[0]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import ForwardBatch
+from attnmux.triton.kernels.widen import PIECE
 from attnmux.triton.launches.operands import Slots
 
-PIECE = 64
-"""Keys of a piece of values."""
+KEYS: int = 2 * PIECE.value
+"""Requests have whole blocks of as many keys if values are turned: the most of a kernel's block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,4 +48,4 @@ class WidePlaces:
 
 def pieces_of(lens: torch.Tensor) -> torch.Tensor:
     """Pieces of `turn_values` that requests of these lengths have."""
-    return (lens + 2 * PIECE - 1) // (2 * PIECE) * 2
+    return (lens + KEYS - 1) // KEYS * 2

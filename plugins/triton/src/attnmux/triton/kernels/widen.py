@@ -1,4 +1,4 @@
-"""Copies the keys and values of a step out of an 8-bit pool, as 16 bits."""
+"""Copies the keys and values of a step out of an 8-bit pool, as 16 bits or turned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 from attnmux.triton.kernels.blocks import load_rows
+
+PIECE = tl.constexpr(64)
+"""Keys of a piece of values that are turned."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens", "starts"])
@@ -65,7 +68,7 @@ def turn_values(
     """
     head, piece, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_keys = tl.load(seq_lens + request)
-    if piece // 2 * 128 >= num_keys:
+    if piece // 2 * 2 * PIECE >= num_keys:
         return
     row = request
     if rows is not None:
@@ -73,12 +76,12 @@ def turn_values(
     table = slots + row.to(tl.int64) * slots_stride
     v += head.to(tl.int64) * v_head_stride
     four, word = tl.arange(0, 16), tl.arange(0, WORDS)
-    key = piece * 64 + four // 4 * 16 + four % 4 * 2
+    key = piece * PIECE + four // 4 * 16 + four % 4 * 2
     first = _words(v, v_stride, table, key, num_keys, WORDS, PAGE)
     second = _words(v, v_stride, table, key + 1, num_keys, WORDS, PAGE)
     third = _words(v, v_stride, table, key + 8, num_keys, WORDS, PAGE)
     fourth = _words(v, v_stride, table, key + 9, num_keys, WORDS, PAGE)
-    to = ((tl.load(starts + request) + piece).to(tl.int64) * HEADS + head) * (WORDS * 64)
+    to = ((tl.load(starts + request) + piece).to(tl.int64) * HEADS + head) * (WORDS * PIECE)
     for byte in tl.static_range(4):
         low = _byte(first, byte) | (_byte(second, byte) << 8)
         high = _byte(third, byte) | (_byte(fourth, byte) << 8)

@@ -8,11 +8,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from attnmux.triton.kernels import widen
 from attnmux.triton.kernels.hopper.gluon_names import copy_to_shared
 from attnmux.triton.kernels.hopper.walk import after_share, first_unit, place_rows, place_share
 
-KEYS = gl.constexpr(64)
-"""Keys of a piece of values that are turned."""
+PIECE = gl.constexpr(widen.PIECE.value)
 COPIED_BITS = gl.constexpr(128)
 """The most that a thread copies at a time."""
 COPY_WARPS = gl.constexpr(4)
@@ -178,13 +178,13 @@ def copy_block(base, stride, table, first_key, block, tile, ring, at, kind):
 
 @gluon.jit
 def copy_turned(base, stride, first_piece, block, ring, at, kind):
-    """Begin to copy a block's values [D, BLOCK_N] as the ring's at-th, out of pieces [D, KEYS]."""
+    """Begin to copy a block's values [D, BLOCK_N] as the ring's at-th, out of pieces [D, PIECE]."""
     layout: gl.constexpr = copy_layout(8, kind.BLOCK_N, gl.num_warps())
     keys = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, layout))
     columns = gl.arange(0, kind.D, gl.SliceLayout(1, layout))
-    first = (first_piece + block * (kind.BLOCK_N // KEYS)).to(gl.int64) * stride
-    places = base + first + (keys // KEYS * stride + keys % KEYS)[None, :]
-    places += (columns * KEYS)[:, None]
+    first = (first_piece + block * (kind.BLOCK_N // PIECE)).to(gl.int64) * stride
+    places = base + first + (keys // PIECE * stride + keys % PIECE)[None, :]
+    places += (columns * PIECE)[:, None]
     places = gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, 16])
     ring.await_free(at)
     copy_to_shared(ring.block(at), places)
