@@ -81,7 +81,8 @@ def test_products_of_eight_bits_are_compared(tmp_path: Path, monkeypatch) -> Non
     assert result.exit_code == 0, result.output
     tiny, window, step = json.loads(path.read_text(encoding="utf-8"))["rows"]
     for row in (tiny, step):
-        assert row["16 bits"]["error"] < 1e-2 < row["queries"]["error"] < row["all"]["error"]
+        assert row["16 bits"]["error"] < 1e-2
+        assert all(1e-2 < row[side]["error"] < 7e-2 for side in ("queries", "all", "fa3"))
     assert window["16 bits"]["error"] == window["queries"]["error"] == window["all"]["error"]
     assert all(step[side]["us"] > 0 for side in ("16 bits", "queries", "all", "fa3", "fa3 alone"))
 
