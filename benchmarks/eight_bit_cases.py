@@ -19,7 +19,7 @@ EXACT, QUERIES, ALL, FA3, ALONE = "16 bits", "queries", "all", "fa3", "fa3 alone
 SIDES = (EXACT, QUERIES, ALL, FA3, ALONE)
 CHECKED = (EXACT, QUERIES, ALL, FA3)
 """Those whose errors are columns."""
-OPTIONS = {EXACT: "", QUERIES: "queries", ALL: "all"}
+OPTIONS = {EXACT: "none", QUERIES: "queries", ALL: "all"}
 TILES: Mapping[str, TileConfig] = {
     "192x64x3": replace(HOPPER_HIGH_TILES, num_stages=3),
     "192x64 held": HOPPER_HIGH_HELD_TILES,

@@ -239,17 +239,17 @@ def test_queries_are_rounded_for_the_widths_of_the_kernel(monkeypatch, changes, 
         assert layer.tiles.kernel == PORTABLE
         wide = wide_tiles.wide_layer(layer, "all")
         assert wide.tiles.kernel == HOPPER
-        assert wide.dispatch.traits.rounds == ("all" if is_rounded else "")
+        assert wide.dispatch.traits.rounds == ("all" if is_rounded else "none")
 
 
 @pytest.mark.parametrize(
     ("option", "max_error", "expected"),
     [
-        ("", None, ""),
+        ("none", None, "none"),
         ("all", None, "all"),
-        ("", ROUNDED_ERROR, "queries"),
+        ("none", ROUNDED_ERROR, "queries"),
         ("all", ROUNDED_ERROR, "all"),
-        ("", ROUNDED_ERROR - 1, ""),
+        ("none", ROUNDED_ERROR - 1, "none"),
     ],
 )
 def test_a_request_admits_rounding_by_its_error(option, max_error, expected):

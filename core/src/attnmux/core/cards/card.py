@@ -335,8 +335,8 @@ class BackendCard(Plain):
 
     def has_fp8_products(self, options: Mapping[str, OptionValue]) -> bool:
         """Whether `fp8_products` holds with these options: one of that name lets a kernel round
-        that does not by itself."""
-        return self.fp8_products or bool(options.get("fp8_products"))
+        that does not by itself, unless it is False or "none"."""
+        return self.fp8_products or options.get("fp8_products", False) not in (False, "none")
 
     def complete(self, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
         """Every option of the card: as given, else its default."""

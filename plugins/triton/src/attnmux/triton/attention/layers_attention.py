@@ -33,7 +33,7 @@ class LayersAttention:
         *,
         compute_units: int,
         launcher: Launcher,
-        rounds: Rounding = "",
+        rounds: Rounding = "none",
     ) -> None:
         """compute_units: SMs or CUs of the device. rounds: what may be rounded to e4m3."""
         self._layers, self._context, self._splits = layers, context, splits

@@ -36,7 +36,7 @@ class PreparedKeys:
         k_dim, v_dim = self._layer.shape.dims
         if self._rounds == "all":
             return int(PIECE.value * v_dim)
-        return 2 * (v_dim if self._rounds else k_dim + v_dim)
+        return 2 * (k_dim + v_dim if self._rounds == "none" else v_dim)
 
     def __call__(
         self, keys: Keys, step: TritonStep, slots: Slots, places: WidePlaces, dtype: torch.dtype
@@ -56,7 +56,9 @@ class PreparedKeys:
             bound(grid, (words, *where, turned.view(torch.int32)), strides)
             return Keys(keys.k, turned, v_starts=places.starts), slots
         v = keys.v.new_empty(places.total, heads, v_dim, dtype=dtype)
-        k = None if self._rounds else v.new_empty(places.total, heads, keys.k.shape[2])
+        k = None
+        if self._rounds == "none":
+            k = v.new_empty(places.total, heads, keys.k.shape[2])
         grid = heads, -(-places.longest // BLOCK), batch_size
         strides = *keys.k.stride()[:2], *strides
         bound(grid, (keys.k, keys.v, *where, k, v), strides, (), dtype)

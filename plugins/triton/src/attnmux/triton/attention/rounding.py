@@ -15,15 +15,16 @@ def rounding(options: Mapping[str, object], request: Request) -> Rounding:
 
     Raises InvalidInput if the option asks for more than the request admits.
     """
-    chosen, most = cast("Rounding", options.get("fp8_products", "")), request.max_error
+    chosen = cast("Rounding", options.get("fp8_products", "none"))
+    most = request.max_error
     if most is None:
         return chosen
     if most >= ROUNDED_ERROR:
-        return chosen or "queries"
-    if chosen:
+        return "queries" if chosen == "none" else chosen
+    if chosen != "none":
         raise InvalidInput(
             "fp8_products",
             got=f"{chosen} with max_error={most:g}",
-            expected=f"nothing, or a max_error of at least {ROUNDED_ERROR}",
+            expected=f"none, or a max_error of at least {ROUNDED_ERROR}",
         )
-    return ""
+    return "none"

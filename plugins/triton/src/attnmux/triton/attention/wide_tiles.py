@@ -35,7 +35,7 @@ MOST_BYTES = 512 << 20
 """Bytes of 16-bit keys and values at a time, at most, unless those of one KV head are more."""
 
 
-def wide_layer(layer: TritonLayer, rounds: Rounding = "") -> TritonLayer | None:
+def wide_layer(layer: TritonLayer, rounds: Rounding = "none") -> TritonLayer | None:
     """The layer as it is with 16-bit keys; None if no faster kernel serves these. rounds: with the
     layer's own keys, if a kernel multiplies them in 8 bits.
 
@@ -49,7 +49,7 @@ def wide_layer(layer: TritonLayer, rounds: Rounding = "") -> TritonLayer | None:
     traits = layer.dispatch.traits
     rounded = replace(layer.dispatch, traits=replace(traits, rounds=rounds))
     widened = replace(layer.dispatch, traits=replace(traits, keys=None, page_size=1), page_size=1)
-    for dispatch in (rounded, widened) if rounds else (widened,):
+    for dispatch in (widened,) if rounds == "none" else (rounded, widened):
         tiles = dispatch.tiles(hides=False)
         if tiles.kernel in WIDE_KERNELS:
             short = dispatch.short_tiles()
@@ -88,7 +88,7 @@ class WideTileAttention:
         self._in_pieces = rounds == "all"
         self._prepared = PreparedKeys(layer, rounds)
         # V alone is half the work
-        self._least_rows = 0 if always else LEAST_ROWS // (2 if rounds else 1)
+        self._least_rows = 0 if always else LEAST_ROWS // (1 if rounds == "none" else 2)
         self._parts: dict[int, tuple[HeadPart, ...]] = {}
         """By KV heads of a part."""
 

@@ -42,7 +42,7 @@ LEAST_WARPGROUP_ROWS = 64
 """Triton multiplies tiles with fewer rows warp by warp, which is compiled correctly."""
 
 
-Rounding = Literal["", "queries", "all"]
+Rounding = Literal["none", "queries", "all"]
 """Nothing, Q, or Q and the softmax's weights."""
 
 
@@ -58,7 +58,7 @@ class LayerTraits:
     """The pool's memory, for a layer that the pool stores."""
     page_size: int
     """The page size of the table of slots."""
-    rounds: Rounding = ""
+    rounds: Rounding = "none"
     """What is rounded to the 8 bits of K and V, in tiles over these."""
 
     @property
@@ -115,7 +115,7 @@ def _serves_tiles(traits: LayerTraits) -> bool:
         and shape.real_dv in (shape.real_d, shape.real_d + shape.real_tail)
     )
     has_dtype = traits.key_dtype == traits.dtype
-    if traits.rounds:
+    if traits.rounds != "none":
         has_dtype = traits.key_dtype == torch.float8_e4m3fn and not shape.real_tail
     return has_dims and has_dtype and _serves_rows(traits)
 
