@@ -22,8 +22,8 @@ from attnmux.core.plugin import Job, Trial
 from attnmux.triton.attention.backend import TritonBackend
 from attnmux.triton.attention.factory import ADDRESS, compute_units
 from attnmux.triton.attention.layer import TritonLayer
-from attnmux.triton.attention.warmup import compile_ahead
 from attnmux.triton.attention.rounding import rounding
+from attnmux.triton.attention.warmup import compile_ahead
 from attnmux.triton.attention.wide_tiles import wide_layer
 from attnmux.triton.launches.config_tables import ConfigTables
 from attnmux.triton.launches.configs import ConfigEntry
