@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from attnmux.core import ForwardBatch, InvalidInput, LayerSpec
-from attnmux.core.plugin import NONE, one_of
+from attnmux.core.plugin import NONE, Option, one_of
 from attnmux.testing import (
     Candidate,
     Disagreement,
@@ -471,6 +471,15 @@ def test_a_card_may_say_that_products_are_of_eight_bits(name: str) -> None:
     assert run_case(candidate, case).status == "passed"
     careless = Candidate(card=card, platform=fake_platform(), factory=ScaleOfTheHeadDim)
     assert run_case(careless, replace(case, scaling=0.3)).status == "failed"
+
+
+def test_an_option_may_say_that_products_are_of_eight_bits() -> None:
+    option = Option(name="fp8_products", type=bool, default=False)
+    card = replace(fake_card(), options=(option,))
+    case = CASES["decode-fp8_e4m3-page16"]
+    candidate = Candidate(card=card, platform=fake_platform(), factory=ProductsOfEightBits)
+    assert run_case(candidate, case).status == "failed"
+    assert run_case(replace(candidate, options={"fp8_products": True}), case).status == "passed"
 
 
 class SumsOfFourteenBits(FakeBackend):

@@ -114,6 +114,16 @@ WIDE = {
         host_lens=True,
     ),
 }
+WIDE |= {
+    f"extend, {rounds} rounded": replace(
+        WIDE["extend, widened"],
+        kv_dtype="fp8_e4m3",
+        head_dim=128,
+        v_head_dim=128,
+        options=(("fp8_products", rounds),),
+    )
+    for rounds in ("queries", "all")
+}
 ON_HOPPER = {
     f"{name}, {dim}/{v_dim}": replace(CASES[name], head_dim=dim, v_head_dim=v_dim)
     for name in ("decode", "decode, 8-bit", "extend", "extend, window")
@@ -138,6 +148,7 @@ SPREAD = {
     "sm90": (
         *("decode", "decode, 8-bit", "decode, 4-bit", "decode, relative", "decode, latent"),
         *("extend", "extend, 4-bit", "extend, latent", "extend, widened", "verify, 64"),
+        *("extend, queries rounded", "extend, all rounded"),
     ),
     "gfx942": (
         *("decode, fnuz", "decode, 4-bit", "verify"),
@@ -190,7 +201,7 @@ def launches_of(case: Case, platform: Platform) -> list[Any]:
 
     setup = make_setup(case, platform, "cpu")
     make = PickedBackend if case.kind == "nsa" else TritonBackend
-    backend = make(setup.context, {}, compute_units=108)
+    backend = make(setup.context, dict(case.options), compute_units=108)
     made = prepare_step(setup, case.steps[0], host_lens=case.host_lens)
 
     def step() -> None:
@@ -386,11 +397,12 @@ PORTABLE = {
 }
 FOUR_BITS = {"write_four_bits.write_four_bits"}
 HOPPER = {
-    "latent.attend_latent",
-    "latent_tiles.attend_latent_tiles",
-    "shares.attend_shares",
-    "tiles.attend_hopper_tiles",
+    "hopper.latent.attend_latent",
+    "hopper.latent_tiles.attend_latent_tiles",
+    "hopper.shares.attend_shares",
+    "hopper.tiles.attend_hopper_tiles",
     "latent_merge.merge_latent",
+    "widen.turn_values",
     "widen.widen_keys",
 }
 

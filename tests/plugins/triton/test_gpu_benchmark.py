@@ -70,3 +70,34 @@ def test_whole_outputs_are_compared(benchmark) -> None:
     assert whole is not None
     found = benchmark.admitted(lambda: measuring.ours(step), step, 2 * whole, alone=False)
     assert (found.run, found.figure.cell) == (None, "WRONG")
+
+
+def test_products_of_eight_bits_are_compared(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    module = importlib.import_module("benchmarks.eight_bit_products")
+    path = tmp_path / "figures.json"
+    given = ["--dry-run", "--rounds", "1", "--seed", "1", "--json", str(path)]
+    result = CliRunner().invoke(module.main, given, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    tiny, window, step = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    for row in (tiny, step):
+        assert row["16 bits"]["error"] < 1e-2
+        assert all(1e-2 < row[side]["error"] < 7e-2 for side in ("queries", "all", "fa3"))
+    assert window["16 bits"]["error"] == window["queries"]["error"] == window["all"]["error"]
+    assert all(step[side]["us"] > 0 for side in ("16 bits", "queries", "all", "fa3", "fa3 alone"))
+
+
+def test_wrong_products_of_eight_bits_are_reported(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    table = importlib.import_module("benchmarks.eight_bit_cases")
+
+    def verdict(exact: float, rounded: float, *, has_products: bool = True) -> str:
+        figures = {"16 bits": table.Figure(error=exact), "all": table.Figure(error=rounded)}
+        return table.faults(figures, has_products=has_products)
+
+    assert verdict(3e-3, 3e-2) == "right"
+    assert verdict(3e-2, 3e-2) == "16 bits WRONG by 0.03"
+    assert verdict(3e-3, float("nan")) == "all WRONG by nan"
+    assert verdict(3e-3, 3e-3) == "all NOT ROUNDED"
+    assert verdict(3e-3, 3e-2, has_products=False) == "all WRONG by 0.03"
+    assert verdict(3e-3, 3e-3, has_products=False) == "right"

@@ -91,7 +91,8 @@ def _as_given(name: str, value: Any) -> Any:  # noqa: ANN401  # any value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option(Plain):
-    """A setting that a backend's factory receives. It must not change the results.
+    """A setting that a backend's factory receives. It must not change the results, unless its name
+    is `fp8_products`: see `BackendCard.has_fp8_products`.
 
     Raises InvalidInput for a name of other characters than NAME's, for a default or a choice of
     another type or out of bounds, and for bounds of a value that is no number.
@@ -331,6 +332,11 @@ class BackendCard(Plain):
         """The distributions of `requires`, all alternatives."""
         texts = (text for alternatives in self.requirements() for text in alternatives)
         return frozenset(parsed_requirement(text).name for text in texts)
+
+    def has_fp8_products(self, options: Mapping[str, OptionValue]) -> bool:
+        """Whether `fp8_products` holds with these options: one of that name lets a kernel round
+        that does not by itself, unless it is False or "none"."""
+        return self.fp8_products or options.get("fp8_products", False) not in (False, "none")
 
     def complete(self, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
         """Every option of the card: as given, else its default."""

@@ -171,6 +171,10 @@ def _clauses(dtype: str) -> Iterator[Clause]:
     )
 
 
+ROUNDED_ERROR = 16
+"""The error of answers over e4m3 K and V with queries and weights rounded to e4m3, in roundings of
+the output's format: see `ErrorBound`."""
+
 OPTIONS = (
     Option(
         name="num_kv_splits",
@@ -196,6 +200,15 @@ OPTIONS = (
         default=False,
         summary="keep the results of parts that these options ask for in fp32 until they are "
         "merged; those of others always are",
+    ),
+    Option(
+        name="fp8_products",
+        type=str,
+        default="none",
+        choices=("none", "queries", "all"),
+        summary="on Hopper, let prompts over e4m3 K and V round to e4m3: Q by queries, the "
+        "softmax's weights too by all; they are faster and have errors of up to "
+        f"{ROUNDED_ERROR} roundings, and a max_error of as many lets them round queries",
     ),
 )
 

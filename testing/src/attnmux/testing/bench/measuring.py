@@ -168,7 +168,8 @@ class Bench:
             made, figures = self.together(lambda: self._run(subject, step, entrant))
             backend, run, prepare = made
             errors = Errors(*figures)
-            limit = subject.limit(step, entrant.offer.card)
+            options = entrant.choice.options
+            limit = subject.limit(step, entrant.offer.card.has_fp8_products(options))
             if errors.relative > limit:
                 why = f"off by {errors.relative:.1e} of the norm, {limit:.1e} at most"
                 return _row(step.workload, entrant, "wrong", **_figures(errors), why=why)

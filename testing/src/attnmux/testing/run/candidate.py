@@ -108,6 +108,11 @@ class Candidate:
         """`plugin/name`."""
         return f"{self.plugin}/{self.card.name}"
 
+    @property
+    def fp8_products(self) -> bool:
+        """As `BackendCard.has_fp8_products` with these options."""
+        return self.card.has_fp8_products(self.options)
+
     def refusals(self, request: Request, platform: Platform | None = None) -> tuple[Reason, ...]:
         """Why the selector would not choose the backend for the request; () if it would.
 

@@ -221,7 +221,7 @@ def _check_interleaved(
     tolerance = output_tolerance(
         step.inputs[0].q.dtype,
         setup.context.token_to_kv_pool.dtype,
-        fp8_products=candidate.card.fp8_products,
+        fp8_products=candidate.fp8_products,
     )
     for index, (given, expected) in enumerate(zip(step.inputs, alone, strict=True)):
         output = call_layer(setup, backend, given, batch, step.num_request_tokens, index)

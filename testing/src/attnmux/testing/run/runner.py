@@ -107,7 +107,7 @@ def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[Step
             _check_pool(setup, step, pool, pads=execution.pads)
             for given, output in zip(step.inputs, outputs, strict=True):
                 error, errors = _check_output(
-                    setup, step, given, output, fp8_products=candidate.card.fp8_products
+                    setup, step, given, output, fp8_products=candidate.fp8_products
                 )
                 max_error = max(max_error, error)
                 relative += [errors] if errors is not None else []

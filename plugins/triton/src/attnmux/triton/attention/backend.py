@@ -23,6 +23,7 @@ from attnmux.core import (
 )
 from attnmux.triton.attention.layer import TritonLayer
 from attnmux.triton.attention.layers_attention import LayersAttention
+from attnmux.triton.attention.rounding import rounding
 from attnmux.triton.attention.share_plans import SplitOptions
 from attnmux.triton.attention.slots import SlotTables
 from attnmux.triton.attention.step import NO_STEP, RunningSums, TritonStep, fill_trees
@@ -62,7 +63,12 @@ class TritonBackend(AttentionBackend):
             for spec in context.layers
         }
         self._attention = LayersAttention(
-            self._layers, context, self._splits, compute_units=compute_units, launcher=self.launcher
+            self._layers,
+            context,
+            self._splits,
+            compute_units=compute_units,
+            launcher=self.launcher,
+            rounds=rounding(options, context.request),
         )
         groups = [
             layer.slot_group for layer in self._layers.values() if layer.slot_group is not None

@@ -15,6 +15,7 @@ from attnmux.triton.attention.tile_plans import Plans, TileKey, TilePlan
 from attnmux.triton.attention.tiles import TileAttention
 from attnmux.triton.attention.wide_tiles import WideTileAttention, wide_layer
 from attnmux.triton.launches.bound_kernel import Launcher
+from attnmux.triton.launches.dispatch import Rounding
 from attnmux.triton.launches.operands import Results, Slots
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class LayersAttention:
         *,
         compute_units: int,
         launcher: Launcher,
+        rounds: Rounding = "none",
     ) -> None:
-        """compute_units: SMs or CUs of the device."""
+        """compute_units: SMs or CUs of the device. rounds: what may be rounded to e4m3."""
         self._layers, self._context, self._splits = layers, context, splits
         self._units, self._launcher = compute_units, launcher
         self._tile_units = 0 if splits.deterministic else compute_units
@@ -63,7 +65,7 @@ class LayersAttention:
         """Attention of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, Plans] = {}
         for name, layer in layers.items():
-            wide = wide_layer(layer)
+            wide = wide_layer(layer, rounds)
             if wide is not None:
                 self._wide_attention[name] = WideTileAttention(
                     layer,

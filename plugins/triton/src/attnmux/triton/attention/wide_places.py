@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import ForwardBatch
+from attnmux.triton.kernels.widen import PIECE
 from attnmux.triton.launches.operands import Slots
+
+KEYS: int = 2 * PIECE.value
+"""Requests have whole blocks of as many keys if values are turned: the most of a kernel's block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -16,16 +20,32 @@ class WidePlaces:
 
     starts: torch.Tensor
     """[B] int32: each request's first row."""
-    slots: Slots
+    slots: Slots | None
+    """None if rows are pieces."""
     longest: int
     total: int
 
     @classmethod
-    def of(cls, batch: ForwardBatch, lens: torch.Tensor) -> WidePlaces:
-        """lens: [B] int32 on the host."""
+    def of(cls, batch: ForwardBatch, lens: torch.Tensor, *, in_pieces: bool) -> WidePlaces:
+        """lens: [B] int32 on the host. in_pieces: see `turn_values`."""
+        sizes = batch.seq_lens
+        if in_pieces:
+            sizes, lens = pieces_of(sizes), pieces_of(lens)
         longest, total = int(lens.max()), int(lens.sum())
-        ends = batch.seq_lens.cumsum(0, dtype=torch.int32)
-        starts = ends - batch.seq_lens
+        starts = sizes.cumsum(0, dtype=torch.int32) - sizes
+        if in_pieces:
+            return cls(starts=starts, slots=None, longest=longest, total=total)
         table = starts[:, None] + torch.arange(longest, dtype=torch.int32, device=starts.device)
         slots = Slots(table=table, rows=None, page_size=1, begins_with_encoder=False)
         return cls(starts=starts, slots=slots, longest=longest, total=total)
+
+    @property
+    def table(self) -> Slots:
+        """`slots` of rows that are keys."""
+        assert self.slots is not None
+        return self.slots
+
+
+def pieces_of(lens: torch.Tensor) -> torch.Tensor:
+    """Pieces of `turn_values` that requests of these lengths have."""
+    return (lens + KEYS - 1) // KEYS * 2

@@ -3,27 +3,27 @@
 Every tile of queries would convert the keys that it reads. If many tiles read each key, one
 launch converts them all first, into memory that the layer's call takes and gives back. If that
 would be too much memory, KV heads are served one part after another.
+
+If queries may be rounded to e4m3, only V is converted, and K is multiplied where it is. If weights
+may too, V is turned instead, so that each of its columns has its keys side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
 
 from attnmux.core import AttentionCall
 from attnmux.triton.attention.layer import TritonLayer
+from attnmux.triton.attention.prepared_keys import PreparedKeys
 from attnmux.triton.attention.step import TritonStep
 from attnmux.triton.attention.tile_plans import Plans
 from attnmux.triton.attention.tiles import TileAttention
 from attnmux.triton.attention.wide_places import WidePlaces
-from attnmux.triton.kernels.widen import widen_keys
-from attnmux.triton.launches.bound_kernel import BoundKernel
 from attnmux.triton.launches.configs import HOPPER
-from attnmux.triton.launches.dispatch import EIGHT_BITS
+from attnmux.triton.launches.dispatch import EIGHT_BITS, Rounding
 from attnmux.triton.launches.operands import Keys, Results, Slots
-from attnmux.triton.launches.shapes import next_power_of_2
 
 WIDE_KERNELS = frozenset({HOPPER})
 """Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
@@ -33,12 +33,11 @@ LEAST_ROWS = 512
 on about 360 rows."""
 MOST_BYTES = 512 << 20
 """Bytes of 16-bit keys and values at a time, at most, unless those of one KV head are more."""
-BLOCK = 64
-"""Keys that a program converts."""
 
 
-def wide_layer(layer: TritonLayer) -> TritonLayer | None:
-    """The layer as it is with 16-bit keys; None if no faster kernel serves these.
+def wide_layer(layer: TritonLayer, rounds: Rounding = "none") -> TritonLayer | None:
+    """The layer as it is with 16-bit keys; None if no faster kernel serves these. rounds: with the
+    layer's own keys, if a kernel multiplies them in 8 bits.
 
     Layers with windows or chunks see few keys: most conversions would be in vain.
     """
@@ -47,13 +46,15 @@ def wide_layer(layer: TritonLayer) -> TritonLayer | None:
         return None
     if layer.spec.is_cross_attention or layer.window >= 0 or layer.chunk > 0:
         return None
-    traits = replace(layer.dispatch.traits, keys=None, page_size=1)
-    dispatch = replace(layer.dispatch, traits=traits, page_size=1)
-    tiles = dispatch.tiles(hides=False)
-    if tiles.kernel not in WIDE_KERNELS:
-        return None
-    short = dispatch.short_tiles()
-    return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
+    traits = layer.dispatch.traits
+    rounded = replace(layer.dispatch, traits=replace(traits, rounds=rounds))
+    widened = replace(layer.dispatch, traits=replace(traits, keys=None, page_size=1), page_size=1)
+    for dispatch in (widened,) if rounds == "none" else (rounded, widened):
+        tiles = dispatch.tiles(hides=False)
+        if tiles.kernel in WIDE_KERNELS:
+            short = dispatch.short_tiles()
+            return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,10 +84,13 @@ class WideTileAttention:
         depend on its batch."""
         self._layer, self._wide = layer, wide
         self._units, self._max_context_len = units, max_context_len
-        self._least_rows = 0 if always else LEAST_ROWS
+        rounds = wide.dispatch.traits.rounds
+        self._in_pieces = rounds == "all"
+        self._prepared = PreparedKeys(layer, rounds)
+        # V alone is half the work
+        self._least_rows = 0 if always else LEAST_ROWS // (1 if rounds == "none" else 2)
         self._parts: dict[int, tuple[HeadPart, ...]] = {}
         """By KV heads of a part."""
-        self._bound: dict[Hashable, BoundKernel] = {}
 
     def __call__(
         self,
@@ -114,34 +118,20 @@ class WideTileAttention:
         results: Results,
         places: WidePlaces,
     ) -> None:
-        narrow, (k_dim, v_dim) = self._layer.required_keys(), self._layer.shape.dims
-        k, v, count = narrow.k, narrow.v, len(part.kv_heads)
+        narrow = self._layer.required_keys()
+        k, v = narrow.k, narrow.v
         if part.q_heads is not None:
             k, v = (tensor[:, part.kv_heads.start : part.kv_heads.stop] for tensor in (k, v))
             lse = None if results.lse is None else results.lse[:, part.q_heads]
             results = Results(results.out[:, part.q_heads], lse)
             call = AttentionCall(q=call.q[:, part.q_heads], k=None, v=None, layer=call.layer)
-        wide = Keys(
-            call.q.new_empty(places.total, count, k_dim),
-            call.q.new_empty(places.total, count, v_dim),
-        )
-        variant = slots.page_size, slots.rows is None, count
-        bound = self._bound.get(variant)
-        if bound is None:
-            bound = self._bound[variant] = self._bind(slots.page_size, count)
-        bound(
-            (count, -(-places.longest // BLOCK), step.batch.batch_size),
-            (k, v, slots.table, slots.rows, step.batch.seq_lens, places.starts, wide.k, wide.v),
-            (*k.stride()[:2], *v.stride()[:2], slots.table.stride()[0]),
-            (),
-            wide.k.dtype,
-        )
-        part.tiles(call, step, plans, places.slots, results, wide)
+        keys, slots = self._prepared(Keys(k, v), step, slots, places, call.q.dtype)
+        part.tiles(call, step, plans, slots, results, keys)
 
     def _parts_of(self, total: int) -> tuple[HeadPart, ...]:
         """The parts of the KV heads for a step of `total` keys. Their results do not depend on
         their number."""
-        kv_heads, row_bytes = self._layer.shape.kv_heads, 2 * sum(self._layer.shape.dims)
+        kv_heads, row_bytes = self._layer.shape.kv_heads, self._prepared.row_bytes
         count = kv_heads
         while count > 1 and (kv_heads % count or total * count * row_bytes > MOST_BYTES):
             count -= 1
@@ -173,24 +163,12 @@ class WideTileAttention:
         if lens is None or new is None:
             return None
         shape = self._layer.shape
-        key = shape.group, self._least_rows
+        key = shape.group, self._least_rows, self._in_pieces
         if key not in step.wide:
-            step.wide[key] = WidePlaces.of(batch, lens) if is_worth(lens, new, *key) else None
+            step.wide[key] = None
+            if is_worth(lens, new, shape.group, self._least_rows):
+                step.wide[key] = WidePlaces.of(batch, lens, in_pieces=self._in_pieces)
         return step.wide[key]
-
-    def _bind(self, page_size: int, kv_heads: int) -> BoundKernel:
-        shape = self._layer.shape
-        k_dim, v_dim = shape.dims
-        widths = {"D": next_power_of_2(k_dim), "DV": next_power_of_2(v_dim)}
-        return BoundKernel(
-            self._layer.launcher,
-            widen_keys,
-            {"HEADS": kv_heads, "REAL_D": k_dim, "REAL_DV": v_dim, **widths}
-            | {"PAGE": page_size, "BLOCK_N": BLOCK},
-            tensors=("k", "v", "slots", "rows", "seq_lens", "starts", "wide_k", "wide_v"),
-            numbers=("k_stride", "k_head_stride", "v_stride", "v_head_stride", "slots_stride"),
-            options={"num_warps": 4},
-        )
 
 
 def of_heads(layer: TritonLayer, kv_heads: int, q_heads: slice) -> TritonLayer:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -42,6 +42,10 @@ LEAST_WARPGROUP_ROWS = 64
 """Triton multiplies tiles with fewer rows warp by warp, which is compiled correctly."""
 
 
+Rounding = Literal["none", "queries", "all"]
+"""Nothing, Q, or Q and the softmax's weights."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTraits:
     """The facts about a layer that decide which kernels serve it; no step changes them."""
@@ -54,6 +58,8 @@ class LayerTraits:
     """The pool's memory, for a layer that the pool stores."""
     page_size: int
     """The page size of the table of slots."""
+    rounds: Rounding = "none"
+    """What is rounded to the 8 bits of K and V, in tiles over these."""
 
     @property
     def key_dtype(self) -> torch.dtype | None:
@@ -108,7 +114,10 @@ def _serves_tiles(traits: LayerTraits) -> bool:
         and shape.real_tail % 16 == 0
         and shape.real_dv in (shape.real_d, shape.real_d + shape.real_tail)
     )
-    return has_dims and traits.key_dtype == traits.dtype and _serves_rows(traits)
+    has_dtype = traits.key_dtype == traits.dtype
+    if traits.rounds != "none":
+        has_dtype = traits.key_dtype == torch.float8_e4m3fn and not shape.real_tail
+    return has_dims and has_dtype and _serves_rows(traits)
 
 
 def _serves_latent(traits: LayerTraits) -> bool:

@@ -87,6 +87,8 @@ class Keys(NamedTuple):
     """[rows, Hkv, words] int32, each of 4 scales, if K and V are 4-bit floats: those are then
     words of 8 values, [rows, Hkv, D / 8] int32."""
     v_scales: torch.Tensor | None = None
+    v_starts: torch.Tensor | None = None
+    """[B] int32: each request's first row of V, if its rows lie side by side and not as K's."""
 
     @classmethod
     def of_pool(cls, pool: KVPool, layer: LayerSpec) -> Keys:

@@ -22,6 +22,7 @@ from attnmux.core.plugin import Job, Trial
 from attnmux.triton.attention.backend import TritonBackend
 from attnmux.triton.attention.factory import ADDRESS, compute_units
 from attnmux.triton.attention.layer import TritonLayer
+from attnmux.triton.attention.rounding import rounding
 from attnmux.triton.attention.warmup import compile_ahead
 from attnmux.triton.attention.wide_tiles import wide_layer
 from attnmux.triton.launches.config_tables import ConfigTables
@@ -96,7 +97,8 @@ def _served(job: Job, load: Load, setup: Setup) -> tuple[str, Dispatch, Config]:
     layer = TritonLayer.of(spec, setup.context, tables=tables)
     if load.new > 1 and not load.verifies:
         # Prompts over keys of 8 bits run where these are widened
-        dispatch = (wide_layer(layer) or layer).dispatch
+        rounds = rounding(job.options, setup.context.request)
+        dispatch = (wide_layer(layer, rounds) or layer).dispatch
         return "tiles", dispatch, dispatch.tiles(hides=False)
     chains = layer.dispatch.chains(load.new) if load.verifies else None
     if chains is not None:

@@ -115,4 +115,6 @@ LANGUAGE: dict[str, Any] = {
     "rescaled": lambda acc, share: acc * share[:, None],
     "pack": lambda weights, dtype: weights.to(dtype),
     "unpack": lambda pairs, dtype: pairs,
+    "pack_quads": lambda weights: weights.to(DType(torch.float8_e4m3fn)),
+    "unpack_quads": lambda quads: quads,
 }

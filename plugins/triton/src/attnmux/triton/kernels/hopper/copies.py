@@ -8,11 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from attnmux.triton.kernels import widen
 from attnmux.triton.kernels.hopper.gluon_names import copy_to_shared
 from attnmux.triton.kernels.hopper.walk import after_share, first_unit, place_rows, place_share
 
-COLUMNS_A_COPY = gl.constexpr(8)
-"""Columns of 16 bits in 16 bytes, the most that a thread copies at a time."""
+PIECE = gl.constexpr(widen.PIECE.value)
+COPIED_BITS = gl.constexpr(128)
+"""The most that a thread copies at a time."""
 COPY_WARPS = gl.constexpr(4)
 """Warps of `shares` that copy."""
 
@@ -126,16 +128,17 @@ def whole_rows(base, offsets, D: gl.constexpr, layout: gl.constexpr):
     """[M, D] addresses of rows that begin at multiples of 16 bytes."""
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
     places = base + columns[None, :] + offsets[:, None]
-    return gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, COLUMNS_A_COPY])
+    COLUMNS: gl.constexpr = COPIED_BITS // base.dtype.element_ty.primitive_bitwidth
+    return gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, COLUMNS])
 
 
 @gluon.jit
 def slots_in_block(table, first_key, block, tile, kind, layout: gl.constexpr):
-    """Where the rows of a block of keys are."""
+    """Where the rows of a block of keys are. table: None if they lie side by side."""
     keys = block * kind.BLOCK_N + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
     # Keys after the last are copies of it.
     keys = gl.minimum(keys, tile.num_keys - 1)
-    if kind.IN_CALL:
+    if table is None:
         slots = first_key + keys
     elif kind.PAGE == 1:
         slots = gl.load(table + keys)
@@ -153,7 +156,8 @@ def offsets_of(slots, stride):
 @gluon.jit
 def copy_block(base, stride, table, first_key, block, tile, ring, at, kind):
     """Begin to copy the rows of a block of keys, as the ring's at-th."""
-    layout: gl.constexpr = copy_layout(16, kind.D, gl.num_warps())
+    bits: gl.constexpr = ring.rows.dtype.primitive_bitwidth
+    layout: gl.constexpr = copy_layout(bits, kind.D, gl.num_warps())
     slots = slots_in_block(table, first_key, block, tile, kind, layout)
     if ring.TAIL > 0:
         narrow: gl.constexpr = copy_layout(16, ring.TAIL, gl.num_warps())
@@ -173,16 +177,39 @@ def copy_block(base, stride, table, first_key, block, tile, ring, at, kind):
 
 
 @gluon.jit
+def copy_turned(base, stride, first_piece, block, ring, at, kind):
+    """Begin to copy a block's values [D, BLOCK_N] as the ring's at-th, out of pieces [D, PIECE]."""
+    layout: gl.constexpr = copy_layout(8, kind.BLOCK_N, gl.num_warps())
+    keys = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, layout))
+    columns = gl.arange(0, kind.D, gl.SliceLayout(1, layout))
+    first = (first_piece + block * (kind.BLOCK_N // PIECE)).to(gl.int64) * stride
+    places = base + first + (keys // PIECE * stride + keys % PIECE)[None, :]
+    places += (columns * PIECE)[:, None]
+    places = gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, 16])
+    ring.await_free(at)
+    copy_to_shared(ring.block(at), places)
+    ring.fill(at)
+
+
+@gluon.jit
+def copy_values(v, v_stride, table, first_value, block, tile, ring, at, kind):
+    if kind.ROUNDS_WEIGHTS:
+        copy_turned(v, v_stride, first_value, block, ring, at, kind)
+    else:
+        copy_block(v, v_stride, table, first_value, block, tile, ring, at, kind)
+
+
+@gluon.jit
 def copy_keys(
     k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride,
-    rows, encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
+    rows, v_starts, encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
 ):  # fmt: skip
     """Fill the rings with the tile's blocks, from the last to the first."""
     turns = tile.stop - tile.start
     if turns > 0:
-        table = slots
         first_key = tile.q_begin
         if kind.IN_CALL:
+            table = None
             if kind.IS_CROSS:
                 first_key = gl.load(encoder_indptr + tile.request)
         else:
@@ -192,6 +219,11 @@ def copy_keys(
             table = slots + row.to(gl.int64) * slots_stride
             if kind.HAS_ENCODER:
                 table += gl.load(encoder_lens + tile.request)
+        v_table = table
+        first_value = first_key
+        if v_starts is not None:
+            v_table = None
+            first_value = gl.load(v_starts + tile.request)
         k += tile.kv_head.to(gl.int64) * k_head_stride
         v += tile.kv_head.to(gl.int64) * v_head_stride
         last = tile.stop - 1
@@ -200,9 +232,9 @@ def copy_keys(
         for at in range(1, turns):
             block = last - at
             copy_block(k, k_stride, table, first_key, block, tile, k_ring, at, kind)
-            copy_block(v, v_stride, table, first_key, block + 1, tile, v_ring, at - 1, kind)
+            copy_values(v, v_stride, v_table, first_value, block + 1, tile, v_ring, at - 1, kind)
         at = turns - 1
-        copy_block(v, v_stride, table, first_key, tile.start, tile, v_ring, at, kind)
+        copy_values(v, v_stride, v_table, first_value, tile.start, tile, v_ring, at, kind)
 
 
 @gluon.jit

@@ -37,13 +37,15 @@ def copy_tile(queries, keys, slots, slots_stride, rows, tile, placed, rooms):
 
 
 @gluon.jit
-def attend_half(results, scale, tile, placed, rooms, PART: gl.constexpr):
+def attend_half(results, scale, tile, placed, rooms, PART: gl.constexpr, AHEAD: gl.constexpr):
     """Compute and store the left or, with PART 1, the right half of the tile's result."""
     turns = placed.stop - placed.start
     none = gl.to_tensor(0)
     if PART == 0:
         start = placed.start * BLOCK_N
-        acc, top, mass, _, _, _ = lead(start, turns, scale, tile, rooms, none, none, none, True)
+        acc, top, mass, _, _, _ = lead(
+            start, turns, scale, tile, rooms, none, none, none, True, AHEAD
+        )
     else:
         acc, mass, _, _ = follow(turns, rooms, none, none, True)
         top = mass
@@ -60,6 +62,7 @@ def attend_latent_tiles(
     q_indptr, tile_request, tile_row, batch_size, num_tokens, num_tiles, num_splits, scale, v_scale,
     GROUP: gl.constexpr, IN_CALL: gl.constexpr, SPLIT_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M=64, blocks of 64 keys.
 
@@ -72,7 +75,8 @@ def attend_latent_tiles(
     kind = Kind(
         GROUP=GROUP, D=512, K_TAIL=64, V_TAIL=0, PAGE=1, IS_CAUSAL=True, IS_CROSS=False,
         IN_CALL=IN_CALL, HAS_ENCODER=False, WINDOW=-1, CHUNK=0, HAS_CAP=False,
-        SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROUNDS_QUERIES=False,
+        ROUNDS_WEIGHTS=False,
     )  # fmt: skip
     placed = place_tile(
         cached_lens, None, q_indptr, tile_request, tile_row,
@@ -96,8 +100,8 @@ def attend_latent_tiles(
     results = (out, out_stride, lse, lse_stride, v_scale)
     gl.warp_specialize(
         [
-            (attend_half, (results, scale, tile, placed, rooms, 0)),
-            (attend_half, (results, scale, tile, placed, rooms, 1)),
+            (attend_half, (results, scale, tile, placed, rooms, 0, AHEAD)),
+            (attend_half, (results, scale, tile, placed, rooms, 1, AHEAD)),
             (copy_tile, (queries, keys, slots, slots_stride, rows, tile, placed, rooms)),
         ],
         [4, COPY_WARPS],

@@ -33,6 +33,10 @@ class Kind:
     SPLIT_BLOCKS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
+    ROUNDS_QUERIES: gl.constexpr
+    """Whether queries are rounded to K's 8 bits, and a row's logits have a scale of their own."""
+    ROUNDS_WEIGHTS: gl.constexpr
+    """Whether weights are rounded to V's 8 bits, and V comes in blocks of columns: see `turn`."""
 
     @gluon.constexpr_function
     def __init__(self, **constants):

@@ -14,15 +14,23 @@ SLACK = gl.constexpr(8.0)
 """Weights are at most this power of 2. 16-bit formats hold them as exactly as weights below 1."""
 
 
+ROOM = gl.constexpr(6.0)
+"""New tops are so much lower if weights are rounded to e4m3: weights of 2^-12 of the largest are
+then normal numbers of it. Those of 2^SLACK are still below its largest, 448."""
+
+
 @gluon.jit
-def raised(top, block_top, scale):
+def raised(top, block_top, scale, ROUNDS_WEIGHTS: gl.constexpr = False):
     """The new top [M]. block_top [M]: the largest logit of a block; times scale, in units of log 2.
 
     It depends only on the row's own logits, so that a row's bits do not depend on its neighbours.
     """
     highest = gl.maximum(top, block_top)
+    higher = highest
+    if ROUNDS_WEIGHTS:
+        higher = highest - ROOM / scale
     # Before a row's first key, -inf - -inf is NaN, which is not above SLACK.
-    return gl.where((highest - top) * scale > SLACK, highest, top)
+    return gl.where((highest - top) * scale > SLACK, higher, top)
 
 
 @gluon.jit

@@ -30,21 +30,38 @@ from attnmux.triton.kernels.hopper.rows import (
     hold_queries,
     load_queries,
     queries_of,
+    round_queries,
     store_result,
 )
-from attnmux.triton.kernels.hopper.weights import LOG2_E, pack, unpack, weigh
+from attnmux.triton.kernels.hopper.weights import (
+    LOG2_E,
+    order_weights,
+    pack,
+    pack_quads,
+    unpack,
+    unpack_quads,
+    weigh,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
+@gluon.constexpr_function
+def product_layout(width: int, bits: int) -> gl.NVMMADistributedLayout:
+    """Of a warpgroup's products [ROWS, width]. bits: of a value of the operands."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 256 // bits])
+
+
 @gluon.jit
 def multiply_keys(q_parts, held, ring, at, layout: gl.constexpr):
-    """Begin to compute a block's logits [ROWS, BLOCK_N]. held: the queries in registers,
-    instead of q_parts[0]; empty if they are in shared memory."""
+    """Begin to compute a block's logits [ROWS, BLOCK_N]. held: the queries in registers by
+    `hold_queries`, instead of q_parts[0]; empty if they are in shared memory."""
     keys = ring.block(at)
     logits = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
     if len(held) > 0:
-        operand = as_operand(unpack(held[0], keys.dtype), logits)
+        operand = held[0]
+        if keys.dtype.primitive_bitwidth == 16:
+            operand = as_operand(unpack(operand, keys.dtype), logits)
     else:
         operand = q_parts[0]
     logits = warpgroup_mma(operand, keys.permute([1, 0]), logits, use_acc=False, is_async=True)
@@ -57,7 +74,11 @@ def multiply_keys(q_parts, held, ring, at, layout: gl.constexpr):
 def multiply_values(pairs, ring, at, accs):
     """Begin to add a block's weighted values to accs: [ROWS, D] and, with a tail, [ROWS, TAIL]."""
     values = ring.block(at)
-    weights = unpack(pairs, values.dtype)
+    if values.dtype.primitive_bitwidth == 8:
+        values = values.permute([1, 0])
+        weights = unpack_quads(pairs)
+    else:
+        weights = unpack(pairs, values.dtype)
     acc = warpgroup_mma(as_operand(weights, accs[0]), values, accs[0], is_async=True)
     if ring.TAIL > 0:
         tail = accs[1]
@@ -70,7 +91,17 @@ def multiply_values(pairs, ring, at, accs):
 @gluon.jit
 def as_operand(weights, acc):
     """Weights as the left operand of a product that is added to acc."""
-    return gl.convert_layout(weights, gl.DotOperandLayout(0, acc.type.layout, 2))
+    NEXT_TO_EACH_OTHER: gl.constexpr = 32 // weights.dtype.primitive_bitwidth
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, acc.type.layout, NEXT_TO_EACH_OTHER))
+
+
+@gluon.jit
+def packed(weights, dtype: gl.constexpr):
+    """Weights of V's dtype in registers."""
+    if dtype.primitive_bitwidth == 8:
+        return pack_quads(order_weights(weights))
+    else:
+        return pack(weights, dtype)
 
 
 @gluon.jit
@@ -118,7 +149,7 @@ def attend_turns(
         accs, weights = await_values(accs, weights)
         v_ring.release(at - 1)
         accs = scaled(accs, kept_share)
-        pairs = pack(weights, q_parts[0].dtype)
+        pairs = packed(weights, v_ring.rows.dtype)
     return accs, top, mass, pairs
 
 
@@ -127,7 +158,8 @@ def attend_tile(
     accs, top, mass, q_parts, held, k_ring, v_ring, tile, first, end, scale, cap, kind
 ):  # fmt: skip
     """Add all of a tile's keys to the running softmax of its rows."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    bits: gl.constexpr = k_ring.rows.dtype.primitive_bitwidth
+    layout: gl.constexpr = product_layout(kind.BLOCK_N, bits)
     turns = tile.stop - tile.start
     k_ring.await_full(0)
     fence_async_shared()
@@ -136,7 +168,7 @@ def attend_tile(
     weights, _, top, mass = weigh(
         logits, top, mass, tile.stop - 1, first, end, scale, cap, True, kind
     )
-    pairs = pack(weights, q_parts[0].dtype)
+    pairs = packed(weights, v_ring.rows.dtype)
     v_ring.await_full(0)
     k_ring.await_full(1, turns > 1)
     fence_async_shared()
@@ -159,9 +191,8 @@ def attend_tile(
 
 
 @gluon.jit
-def nothing_yet(WIDTH: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
+def nothing_yet(WIDTH: gl.constexpr, bits: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH, bits))
 
 
 @gluon.jit
@@ -174,19 +205,25 @@ def attend_rows(
     q, q_stride, q_head_stride = queries
     out, out_stride, lse, lse_stride = results
     scale, cap, v_scale = factors
-    q_tiles, q_tails, k_ring, v_ring = rooms
-    rows_layout: gl.constexpr = gl.SliceLayout(
-        1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
-    )
-    q_parts = (q_tiles.index(PART), q_tails.index(PART))
+    q_tiles, q_tails, rounded_tiles, k_ring, v_ring = rooms
+    bits: gl.constexpr = k_ring.rows.dtype.primitive_bitwidth
+    rows_layout: gl.constexpr = gl.SliceLayout(1, product_layout(kind.BLOCK_N, bits))
+    q_room = q_tiles.index(PART)
+    q_parts = (rounded_tiles.index(PART), q_tails.index(PART))
     row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, rows_layout)
-    accs = (nothing_yet(kind.D),)
+    accs = (nothing_yet(kind.D, v_ring.rows.dtype.primitive_bitwidth),)
     if kind.V_TAIL > 0:
-        accs = (accs[0], nothing_yet(v_ring.TAIL))
+        accs = (accs[0], nothing_yet(v_ring.TAIL, 16))
     top = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)
     mass = gl.zeros([ROWS], gl.float32, rows_layout)
+    if kind.ROUNDS_QUERIES:
+        scale = scale * gl.full([ROWS], 1.0, gl.float32, rows_layout)
     if tile.stop > tile.start:
-        load_queries(q, q_stride, q_head_stride, tile, q_parts[0], PART, kind.D, kind)
+        if kind.ROUNDS_QUERIES:
+            divisor = round_queries(q, q_stride, q_head_stride, tile, q_parts[0], PART, kind)
+            scale = scale * gl.convert_layout(divisor, rows_layout)
+        else:
+            load_queries(q, q_stride, q_head_stride, tile, q_room, PART, kind.D, kind)
         if kind.K_TAIL > 0:
             of_tail = q + kind.D
             load_queries(
@@ -195,7 +232,7 @@ def attend_rows(
         fence_async_shared()
         held = ()
         if HOLDS_QUERIES:
-            held = (hold_queries(q_parts[0]),)
+            held = (hold_queries(q_parts[0], product_layout(kind.BLOCK_N, bits)),)
         position = tile.cached + gl.minimum(row, tile.num_rows - 1) // kind.GROUP
         first, end = visible_range(position, tile.num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
         accs, top, mass = attend_tile(
@@ -222,20 +259,20 @@ def attend_rows(
         gl.store(lse + token * lse_stride + head, value, mask=is_real)
     accs = scaled(accs, v_scale / mass)
     # The queries are no longer needed: the results take their shared memory.
-    store_result(out, out_stride, accs[0], tile, q_parts[0], PART, kind.D, kind)
+    store_result(out, out_stride, accs[0], tile, q_room, PART, kind.D, kind)
     if kind.V_TAIL > 0:
         store_result(out + kind.D, out_stride, accs[1], tile, q_parts[1], PART, kind.V_TAIL, kind)
 
 
 @gluon.jit(
     do_not_specialize=["batch_size", "num_tokens", "num_tiles", "num_splits"],
-    do_not_specialize_on_alignment=["rows", "cached_lens", "encoder_lens"],
+    do_not_specialize_on_alignment=["rows", "v_starts", "cached_lens", "encoder_lens"],
 )
 def attend_hopper_tiles(
     q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
     out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
-    rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, batch_size,
-    num_tokens, num_tiles, num_splits, scale, cap, v_scale,
+    rows, v_starts, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row,
+    batch_size, num_tokens, num_tiles, num_splits, scale, cap, v_scale,
     GROUP: gl.constexpr, D: gl.constexpr, REAL_TAIL: gl.constexpr, REAL_DV: gl.constexpr,
     PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr,
     IS_CROSS: gl.constexpr, IN_CALL: gl.constexpr, HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr,
@@ -256,19 +293,31 @@ def attend_hopper_tiles(
     """
     READERS: gl.constexpr = BLOCK_M // ROWS
     gl.static_assert(BLOCK_M == READERS * ROWS and READERS <= 3)
+    ROUNDS_QUERIES: gl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
+    ROUNDS_WEIGHTS: gl.constexpr = v.dtype.element_ty.primitive_bitwidth == 8
+    gl.static_assert(ROUNDS_QUERIES or not ROUNDS_WEIGHTS)
+    gl.static_assert(not ROUNDS_QUERIES or REAL_TAIL == 0)
     kind = Kind(
         GROUP=GROUP, D=D, K_TAIL=REAL_TAIL, V_TAIL=REAL_DV - D, PAGE=PAGE,
         IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
         HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP,
         SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        ROUNDS_QUERIES=ROUNDS_QUERIES, ROUNDS_WEIGHTS=ROUNDS_WEIGHTS,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
+    k_dtype: gl.constexpr = k.dtype.element_ty
     q_tiles = allocate_rows(dtype, READERS, ROWS, D)
+    rounded_tiles = q_tiles
+    if ROUNDS_QUERIES:
+        rounded_tiles = allocate_rows(k_dtype, READERS, ROWS, D)
     q_tails = q_tiles
     if REAL_TAIL > 0:
         q_tails = allocate_rows(dtype, READERS, ROWS, tail_width(REAL_TAIL))
-    k_ring = make_ring(dtype, BLOCK_N, D, REAL_TAIL, STAGES, 32 * COPY_WARPS, READERS)
-    v_ring = make_ring(dtype, BLOCK_N, D, REAL_DV - D, STAGES, 32 * COPY_WARPS, READERS)
+    k_ring = make_ring(k_dtype, BLOCK_N, D, REAL_TAIL, STAGES, 32 * COPY_WARPS, READERS)
+    if ROUNDS_WEIGHTS:
+        v_ring = make_ring(k_dtype, D, BLOCK_N, 0, STAGES, 32 * COPY_WARPS, READERS)
+    else:
+        v_ring = make_ring(dtype, BLOCK_N, D, REAL_DV - D, STAGES, 32 * COPY_WARPS, READERS)
     tile = place_tile(
         cached_lens, encoder_lens, q_indptr, tile_request, tile_row,
         batch_size, num_tokens, num_tiles, num_splits, kind,
@@ -280,10 +329,10 @@ def attend_hopper_tiles(
     queries = (q, q_stride, q_head_stride)
     results = (out, out_stride, lse, lse_stride)
     factors = (scale, cap, v_scale)
-    rooms = (q_tiles, q_tails, k_ring, v_ring)
+    rooms = (q_tiles, q_tails, rounded_tiles, k_ring, v_ring)
     copied = (
         k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows,
-        encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
+        v_starts, encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
     )  # fmt: skip
     given = (queries, results, sinks, factors, rooms, tile)
     if READERS == 1:
