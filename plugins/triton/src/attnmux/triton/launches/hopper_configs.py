@@ -51,7 +51,7 @@ HOPPER_LATENT_TILES = TileConfig(
     block_n=64,
     num_warps=4,
     num_stages=2,
-    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216, "AHEAD": 0}),
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
 )
 HOPPER_SHARES = ShareConfig(
     kernel=HOPPER,

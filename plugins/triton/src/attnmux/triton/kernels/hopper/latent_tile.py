@@ -250,78 +250,8 @@ def add_values(weights, kept_share, values, acc):
 
 
 @gluon.jit
-def begin_logits(rooms, done, layout: gl.constexpr):
-    """Begin to compute a block's logits [ROWS, BLOCK_N], in three products."""
-    stage = done % rooms.STAGES
-    phase = done // rooms.STAGES % 2
-    left, right = rooms.k_left.index(stage), rooms.k_right.index(stage)
-    halves = rooms.q_halves
-    mbarrier.wait(rooms.left_full.index(stage), phase)
-    fence_async_shared()
-    logits = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    rope = rooms.k_rope.index(stage).permute([1, 0])
-    logits = warpgroup_mma(rooms.q_rope, rope, logits, use_acc=False, is_async=True)
-    logits = warpgroup_mma(halves.index(0), left.permute([1, 0]), logits, is_async=True)
-    mbarrier.wait(rooms.right_full.index(stage), phase)
-    fence_async_shared()
-    return warpgroup_mma(halves.index(1), right.permute([1, 0]), logits, is_async=True)
-
-
-@gluon.jit
-def pass_weights(weights, kept_share, rooms, passed):
-    """To the warpgroup that follows."""
-    mbarrier.wait(rooms.passed_free, passed % 2 ^ 1)
-    rooms.weights.store(weights)
-    rooms.factors.store(kept_share)
-    fence_async_shared()
-    mbarrier.arrive(rooms.passed_full)
-
-
-@gluon.jit
-def lead_ahead(acc, top, mass, start, turns, end, least_end, scale, rooms, done, passed):
-    """As the loop of `lead`, which LAGS, but each block's logits begin right behind the previous
-    block's values, so that the tensor cores do not wait between them."""
-    logits_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    if turns > 0:
-        logits = warpgroup_mma_wait(0, deps=[begin_logits(rooms, done, logits_layout)])
-        for turn in range(turns - 1):
-            mbarrier.arrive(rooms.multiplied)
-            weights, kept_share, top, mass = weigh(
-                logits, top, mass, start + turn * BLOCK_N, end, least_end, scale
-            )
-            weights = weights.to(rooms.q_rope.dtype)
-            stage = done % rooms.STAGES
-            acc = add_values(weights, kept_share, rooms.k_left.index(stage), acc)
-            logits = begin_logits(rooms, done + 1, logits_layout)
-            pass_weights(weights, kept_share, rooms, passed)
-            acc = warpgroup_mma_wait(3, deps=[acc])
-            mbarrier.arrive(rooms.left_free.index(stage))
-            logits = warpgroup_mma_wait(0, deps=[logits])
-            passed += 1
-            done += 1
-        mbarrier.arrive(rooms.multiplied)
-        mbarrier.arrive(rooms.q_free)
-        weights, kept_share, top, mass = weigh(
-            logits, top, mass, start + (turns - 1) * BLOCK_N, end, least_end, scale
-        )
-        weights = weights.to(rooms.q_rope.dtype)
-        stage = done % rooms.STAGES
-        acc = add_values(weights, kept_share, rooms.k_left.index(stage), acc)
-        pass_weights(weights, kept_share, rooms, passed)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(rooms.left_free.index(stage))
-        passed += 1
-        done += 1
-    return acc, top, mass, done, passed
-
-
-@gluon.jit
-def lead(
-    start, turns, scale, tile, rooms, done, filled, passed, LAGS: gl.constexpr,
-    AHEAD: gl.constexpr = False,
-):  # fmt: skip
-    """Compute a tile's logits and softmax, and the left half of its result. AHEAD: see
-    `lead_ahead`.
+def lead(start, turns, scale, tile, rooms, done, filled, passed, LAGS: gl.constexpr):
+    """Compute a tile's logits and softmax, and the left half of its result.
 
     Returns acc [ROWS, HALF], top and mass [ROWS], top in units of log 2; and the blocks, queries
     and weights that were read, read and passed so far, which `done`, `filled` and `passed` are.
@@ -340,15 +270,23 @@ def lead(
     if turns > 0:
         mbarrier.wait(rooms.q_full, filled % 2)
         filled += 1
-    if AHEAD:
-        gl.static_assert(LAGS and rooms.STAGES > 1)
-        acc, top, mass, done, passed = lead_ahead(
-            acc, top, mass, start, turns, end, least_end, scale, rooms, done, passed
-        )
-    for turn in range(0 if AHEAD else turns):
+    for turn in range(turns):
         stage = done % rooms.STAGES
-        left = rooms.k_left.index(stage)
-        logits = warpgroup_mma_wait(0, deps=[begin_logits(rooms, done, logits_layout)])
+        phase = done // rooms.STAGES % 2
+        left, right = rooms.k_left.index(stage), rooms.k_right.index(stage)
+        rope = rooms.k_rope.index(stage)
+        mbarrier.wait(rooms.left_full.index(stage), phase)
+        fence_async_shared()
+        logits = gl.zeros([ROWS, BLOCK_N], gl.float32, logits_layout)
+        logits = warpgroup_mma(
+            rooms.q_rope, rope.permute([1, 0]), logits, use_acc=False, is_async=True
+        )
+        halves = rooms.q_halves
+        logits = warpgroup_mma(halves.index(0), left.permute([1, 0]), logits, is_async=True)
+        mbarrier.wait(rooms.right_full.index(stage), phase)
+        fence_async_shared()
+        logits = warpgroup_mma(halves.index(1), right.permute([1, 0]), logits, is_async=True)
+        logits = warpgroup_mma_wait(0, deps=[logits])
         if LAGS:
             mbarrier.arrive(rooms.multiplied)
         if turn == turns - 1:
@@ -359,7 +297,11 @@ def lead(
         weights = weights.to(rooms.q_rope.dtype)
         if LAGS:
             acc = add_values(weights, kept_share, left, acc)
-        pass_weights(weights, kept_share, rooms, passed)
+        mbarrier.wait(rooms.passed_free, passed % 2 ^ 1)
+        rooms.weights.store(weights)
+        rooms.factors.store(kept_share)
+        fence_async_shared()
+        mbarrier.arrive(rooms.passed_full)
         passed += 1
         if not LAGS:
             acc = add_values(weights, kept_share, left, acc)

@@ -37,15 +37,13 @@ def copy_tile(queries, keys, slots, slots_stride, rows, tile, placed, rooms):
 
 
 @gluon.jit
-def attend_half(results, scale, tile, placed, rooms, PART: gl.constexpr, AHEAD: gl.constexpr):
+def attend_half(results, scale, tile, placed, rooms, PART: gl.constexpr):
     """Compute and store the left or, with PART 1, the right half of the tile's result."""
     turns = placed.stop - placed.start
     none = gl.to_tensor(0)
     if PART == 0:
         start = placed.start * BLOCK_N
-        acc, top, mass, _, _, _ = lead(
-            start, turns, scale, tile, rooms, none, none, none, True, AHEAD
-        )
+        acc, top, mass, _, _, _ = lead(start, turns, scale, tile, rooms, none, none, none, True)
     else:
         acc, mass, _, _ = follow(turns, rooms, none, none, True)
         top = mass
@@ -62,7 +60,6 @@ def attend_latent_tiles(
     q_indptr, tile_request, tile_row, batch_size, num_tokens, num_tiles, num_splits, scale, v_scale,
     GROUP: gl.constexpr, IN_CALL: gl.constexpr, SPLIT_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M=64, blocks of 64 keys.
 
@@ -100,8 +97,8 @@ def attend_latent_tiles(
     results = (out, out_stride, lse, lse_stride, v_scale)
     gl.warp_specialize(
         [
-            (attend_half, (results, scale, tile, placed, rooms, 0, AHEAD)),
-            (attend_half, (results, scale, tile, placed, rooms, 1, AHEAD)),
+            (attend_half, (results, scale, tile, placed, rooms, 0)),
+            (attend_half, (results, scale, tile, placed, rooms, 1)),
             (copy_tile, (queries, keys, slots, slots_stride, rows, tile, placed, rooms)),
         ],
         [4, COPY_WARPS],
