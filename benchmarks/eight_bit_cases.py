@@ -120,7 +120,7 @@ def faults(figures: Figures, *, has_products: bool) -> str:
             wrong += [] if is_fa3 else [f"{side} failed"]
         elif not error <= (ROUNDED_LIMIT if is_rounded else EXACT_LIMIT):
             wrong.append(f"{side} WRONG by {error:.2g}")
-        elif is_rounded and not is_fa3 and error < EXACT_LIMIT:
+        elif is_rounded and not is_fa3 and error < 3 * (figures[EXACT].error or 0):
             wrong.append(f"{side} NOT ROUNDED")
     return ", ".join(wrong) or "right"
 

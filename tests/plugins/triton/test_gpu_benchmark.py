@@ -96,7 +96,7 @@ def test_wrong_products_of_eight_bits_are_reported(monkeypatch) -> None:
         return table.faults(figures, has_products=has_products)
 
     assert verdict(3e-3, 3e-2) == "right"
-    assert verdict(3e-2, 3e-2) == "16 bits WRONG by 0.03"
+    assert verdict(2e-2, 6.5e-2) == "16 bits WRONG by 0.02"
     assert verdict(3e-3, float("nan")) == "all WRONG by nan"
     assert verdict(3e-3, 3e-3) == "all NOT ROUNDED"
     assert verdict(3e-3, 3e-2, has_products=False) == "all WRONG by 0.03"

@@ -208,7 +208,7 @@ OPTIONS = (
         choices=("none", "queries", "all"),
         summary="on Hopper, let prompts over e4m3 K and V round to e4m3: Q by queries, the "
         "softmax's weights too by all; they are faster and have errors of up to "
-        f"{ROUNDED_ERROR} roundings, and a max_error of as many lets them round queries",
+        f"{ROUNDED_ERROR} roundings, and a max_error of as many lets them round all",
     ),
 )
 

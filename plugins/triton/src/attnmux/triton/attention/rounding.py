@@ -11,7 +11,7 @@ from attnmux.triton.plugin import ROUNDED_ERROR
 
 
 def rounding(options: Mapping[str, object], request: Request) -> Rounding:
-    """What the option says; "queries" without it if the request's `max_error` admits their error.
+    """What the option says; "all" without it if the request's `max_error` admits their error.
 
     Raises InvalidInput if the option asks for more than the request admits.
     """
@@ -20,7 +20,7 @@ def rounding(options: Mapping[str, object], request: Request) -> Rounding:
     if most is None:
         return chosen
     if most >= ROUNDED_ERROR:
-        return "queries" if chosen == "none" else chosen
+        return "all" if chosen == "none" else chosen
     if chosen != "none":
         raise InvalidInput(
             "fp8_products",

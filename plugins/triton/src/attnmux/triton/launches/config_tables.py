@@ -79,8 +79,8 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
         measured=H200,
     ),
     # Of the kernel for Hopper, which serves keys of 8 bits only if queries are rounded to them.
-    ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_HIGH_TILES),
-    ConfigEntry(arch="sm90", dims=(128, 128), key_bits=8, config=HOPPER_HIGH_TILES),
+    ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_HIGH_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(128, 128), key_bits=8, config=HOPPER_HIGH_TILES, measured=H200),
     ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_TILES, measured=H100),
