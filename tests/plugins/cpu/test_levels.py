@@ -61,7 +61,7 @@ def test_only_what_was_installed_serves(monkeypatch, tmp_path) -> None:
     ],
     ids=lambda level: level.name,
 )
-@pytest.mark.turns(over="level")
+@pytest.mark.turns(4, suite="compilers")
 def test_each_level_that_this_cpu_runs_is_right(level, monkeypatch, request) -> None:
     compiled.library_for.cache_clear()
     request.addfinalizer(compiled.library_for.cache_clear)
