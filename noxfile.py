@@ -9,7 +9,8 @@ from pathlib import Path
 import nox
 
 nox.options.sessions = ["lint", "typecheck", "tests"]
-nox.options.default_venv_backend = "virtualenv"
+# uv, where it is installed, takes less time than pip, and unpacks torch once for all environments.
+nox.options.default_venv_backend = "uv|virtualenv"
 # Containers often set it. The hundreds of processes of a run would each compile torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -63,8 +64,8 @@ SOURCES = [
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """Install packages, and members, all of which one hatchling builds."""
-    session.install(*CONSTRAINTS, "hatchling")
+    """Install packages, and members, all of which one hatchling builds. Some chores run pip."""
+    session.install(*CONSTRAINTS, "hatchling", "pip")
     session.install(*CONSTRAINTS, "--no-build-isolation", *packages)
 
 
@@ -138,7 +139,7 @@ def chips(session: nox.Session) -> None:
     session.run("python", "tests/plugins/triton/test_chips.py", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="virtualenv")  # pip finds its torch, which is not on PyPI
 def vllm(session: nox.Session) -> None:
     """Serve models with vLLM on the CPU, in an environment that has it; arguments go to pytest."""
     session.install(NO_COMPILE, VLLM, "pytest")
@@ -262,7 +263,7 @@ def release(session: nox.Session) -> None:
 def installs(session: nox.Session) -> None:
     """Ask pip whether documented lines and each version of Python resolve; installs nothing.
     Arguments go to tools.installs: `-- lines --install` installs every documented line."""
-    session.install(*CONSTRAINTS, "hatchling", "packaging")
+    session.install(*CONSTRAINTS, "hatchling", "packaging", "pip")
     checks = [session.posargs] if session.posargs else [["lines"], ["pythons"]]
     for check in checks:
         session.run("python", "-m", "tools.installs", *check)
@@ -272,6 +273,6 @@ def installs(session: nox.Session) -> None:
 def engines(session: nox.Session) -> None:
     """Ask uv whether every extra resolves next to the newest vLLM, SGLang and transformers, and
     look for the classes that we know by name in each supported transformers; installs nothing."""
-    session.install(*CONSTRAINTS, "hatchling", "packaging")
+    session.install(*CONSTRAINTS, "hatchling", "packaging", "pip")
     for check in ("engines", "classes"):
         session.run("python", "-m", "tools.installs", check)

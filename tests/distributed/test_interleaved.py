@@ -51,6 +51,7 @@ def conforms(group: RankGroup, backend: str, seed: int) -> dict[str, str]:
     return outcomes
 
 
+@pytest.mark.turns(over="size")
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_suite_agrees_on_a_group(tmp_path: Path, size: int) -> None:
     seed = random.SystemRandom().randrange(1 << 16)

@@ -130,7 +130,7 @@ ENDS = """
 import atexit, signal, sys, time
 import torch, torch.distributed as dist
 
-atexit.register(lambda: print("destroyed", not dist.is_initialized(), file=sys.stderr))
+atexit.register(lambda: sys.stderr.write(f"destroyed {not dist.is_initialized()}\\n"))
 from attnmux.distributed import RankGroup
 
 group = RankGroup.start("cpu", seconds=20)
@@ -145,6 +145,7 @@ if end == "error":
 """
 
 
+@pytest.mark.turns(3, suite="ranks")
 @pytest.mark.parametrize(
     ("end", "code", "destroyed"), [("success", 0, 2), ("error", 1, 1), ("interrupt", 1, 2)]
 )

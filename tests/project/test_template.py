@@ -62,7 +62,8 @@ def test_the_plugin_is_well_made(site: Path) -> None:
 
 
 def test_the_plugin_passes_the_suite(site: Path) -> None:
-    code, told = call(site, "verify", "zenith_paged", "--quick", "--page-size", "16")
+    """A few cases: it is the example by another name, and `.ci/wheels` verifies that one."""
+    code, told = call(site, "verify", "zenith_paged", "--quick", "--budget", "3")
     assert code == 0
     assert told["passed"] > 0
 

@@ -48,10 +48,6 @@ class Candidate:
     """It runs every so many days; 0: only for its kinds."""
     is_large: bool = False
 
-    def is_due(self, day: int) -> bool:
-        """Whether its share runs today."""
-        return self.share > 0 and (self.number + day) % self.share == 0
-
     @property
     def number(self) -> int:
         """The same in every process."""
@@ -145,13 +141,17 @@ def kinds_of(case: Any) -> frozenset[Kind]:
 def chosen(candidates: Iterable[Candidate], day: int) -> Iterator[pytest.Item]:
     """The items of those that run today: each that is due, and others for the kinds that are left.
 
+    Cases of one share are dealt to its days in turn, so that no day has many more than another.
     Suites that run more often come first.
     """
     ordered = sorted(candidates, key=lambda one: one.number)
+    due: set[Candidate] = set()
+    for share in {one.share for one in ordered} - {0}:
+        due.update([one for one in ordered if one.share == share][-day % share :: share])
     first = day * STRIDE % len(ordered)
     ordered = ordered[first:] + ordered[:first]
     seen: set[Kind] = set()
-    for one in sorted(ordered, key=lambda one: (not one.is_due(day), one.is_large, one.share)):
-        if one.is_due(day) or not one.kinds <= seen:
+    for one in sorted(ordered, key=lambda one: (one not in due, one.is_large, one.share)):
+        if one in due or not one.kinds <= seen:
             seen |= one.kinds
             yield one.item

@@ -1,12 +1,13 @@
 """Ask pip, or uv, whether this project installs: `lines`, `pythons`, `engines` or `classes`.
 
     python -m tools.installs lines [--install] [TEXT]   every documented `pip install` line
-    python -m tools.installs pythons                    the demo and the tests, by version of Python
+    python -m tools.installs pythons [today]            the demo and the tests, by version of Python
     python -m tools.installs engines [TEXT]             every extra next to the newest engines
     python -m tools.installs classes                    the names of transformers' classes
 
 `lines`, `pythons` and `engines` install nothing: they are dry runs in a fresh environment, with
-wheels built from this tree. `engines` asks uv, the others pip. `lines --install` installs each line
+wheels built from this tree. `engines` asks uv, the others pip; `pythons today` asks pip about one
+version of Python, another each day, and uv about the others. `lines --install` installs each line
 in an environment of its own, where torch takes 5 GB. TEXT picks lines, or rows of `engines`, such
 as "sglang attnmux-intel". The exit status is 1 if anything does not resolve.
 """
@@ -66,7 +67,9 @@ def main() -> None:
                     wheels, scratch, text=arguments.text, install=arguments.install
                 )
             elif arguments.check == "pythons":
-                failures = check_pythons(make_environment(scratch / "environment"), wheels)
+                failures = check_pythons(
+                    make_environment(scratch / "environment"), wheels, arguments.text
+                )
             else:
                 environment = make_environment(scratch / "environment")
                 failures = check_engines(environment, wheels, arguments.text)

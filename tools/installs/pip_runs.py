@@ -75,18 +75,20 @@ class Environment:
         found = [each["metadata"] for each in installs]
         return Resolution(versions={canonicalize_name(m["name"]): m["version"] for m in found})
 
-    def compile(self, wheels: Path, *requirements: str) -> Resolution:
+    def compile(self, wheels: Path, *requirements: str, options: Sequence[str] = ()) -> Resolution:
         """What fits together, by uv, which answers in seconds what takes pip up to an hour.
 
-        wheels: a folder of further wheels. Nothing is built from sources. Raises
-        CalledProcessError if uv cannot be installed.
+        wheels: a folder of further wheels. options: of `uv pip compile`. Nothing is built from
+        sources. Raises CalledProcessError if uv cannot be installed.
         """
         pip = [str(self.python), "-m", "pip", "install", "--isolated", "--quiet", "uv"]
         subprocess.run(pip, check=True)
         uv = [str(self.python), "-m", "uv", "pip", "compile", "--no-config", "--no-build"]
-        command = [*uv, "--no-header", "--no-annotate", "--find-links", str(wheels), "-"]
+        command = [*uv, "--no-header", "--no-annotate", "--find-links", str(wheels), *options]
         wanted = "\n".join(requirements)
-        done = subprocess.run(command, cwd=ROOT, input=wanted, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, "-"], cwd=ROOT, input=wanted, capture_output=True, text=True
+        )
         if done.returncode:
             return Resolution(conflict=conclusion(done.stderr))
         pinned = (Requirement(line) for line in done.stdout.splitlines() if "==" in line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 
 from tools.installs.pip_runs import ROOT, Environment, constraints_for
@@ -21,8 +22,13 @@ TOOLS = (
 SHOWN = ("torch", "triton", "transformers", "numpy")
 
 
-def check_pythons(environment: Environment, wheels: Path) -> int:
-    """Print what pip would install; returns how many did not resolve."""
+def check_pythons(environment: Environment, wheels: Path, text: str = "") -> int:
+    """Print what would be installed; returns how many did not resolve.
+
+    text: "today" asks pip, which takes ten times as long, about one version of Python each day, and
+    uv about the others. pip answers for all in as many days as there are versions.
+    """
+    of_today = PYTHONS[date.today().toordinal() % len(PYTHONS)]
     demo = ["attnmux-core", "attnmux-parts", "attnmux-cpu", "attnmux-transformers"]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     failures = 0
@@ -30,14 +36,22 @@ def check_pythons(environment: Environment, wheels: Path) -> int:
         constraints = Path(scratch, "constraints.txt")
         for python in PYTHONS:
             constraints.write_text("\n".join(constraints_for(python, lines)))
-            options = ["--only-binary=:all:", "--python-version", python, "--target", scratch]
-            options += ["--find-links", str(wheels)]
-            tests = ["-c", str(constraints), *TESTED, *TOOLS]
-            for name, wanted in (("demo", demo), ("tests", tests)):
-                answer = environment.resolve(*options, *wanted)
+            options = ["--python-version", python]
+            tests = [*TESTED, *TOOLS]
+            for name, wanted, pins in (
+                ("demo", demo, []),
+                ("tests", tests, ["-c", str(constraints)]),
+            ):
+                if text == "today" and python != of_today:
+                    by = "uv"
+                    answer = environment.compile(wheels, *wanted, options=[*options, *pins])
+                else:
+                    by = "pip"
+                    own = ["--only-binary=:all:", "--target", scratch, "--find-links", str(wheels)]
+                    answer = environment.resolve(*own, *options, *pins, *wanted)
                 failures += bool(answer.conflict)
                 said = answer.conflict or shown(answer.versions)
-                print(f"Python {python}, {name:<5}  {said}", flush=True)
+                print(f"Python {python}, {name:<5}  by {by:<3}  {said}", flush=True)
     return failures
 
 

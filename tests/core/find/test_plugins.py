@@ -270,6 +270,7 @@ def loaded(*names: str, **lists: object) -> Plugins:
     return Plugins.load(list(names), **lists, settings=Settings())
 
 
+@pytest.mark.turns(over="stage")
 @pytest.mark.parametrize("stage", ["load", "cards", "platforms"])
 def test_what_ends_or_stops_a_process_is_a_row_where_a_child_loads_it(new, tmp_path, stage) -> None:
     ends = ENDS if stage != "cards" else {"exit_7": ENDS["exit_7"]}

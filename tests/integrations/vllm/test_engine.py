@@ -110,7 +110,7 @@ def answers(tokens: Sequence[Sequence[int]]) -> list[str]:
 END = 256
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4, suite="serving")
 @pytest.mark.parametrize(
     ("backend", "engine"),
     [
@@ -143,6 +143,7 @@ def test_layers_that_vllm_skips_are_not_quantised(checkpoint, prompts, plain, sk
     assert some != plain
 
 
+@pytest.mark.turns(4, suite="serving")
 def test_workers_in_processes_of_their_own(recalled, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     prompts, right = zip(*recalled[:4], strict=True)

@@ -45,7 +45,7 @@ class TestRingEmulated(AttentionBackendTests):
 
     backend = CANDIDATE
     page_sizes = (1, 128)
-    sampled = 20
+    sampled = 6
 
 
 class TestRingAdapter(EagerAdapterTests):

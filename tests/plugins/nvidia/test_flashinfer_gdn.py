@@ -41,7 +41,7 @@ ALONE = EMULATED_LINEAR["flashinfer_gdn-alone"].make()
 
 class TestFlashInferGDNEmulated(AttentionBackendTests):
     backend = CANDIDATE
-    sampled = 12
+    sampled = 4
 
 
 class TestWithoutSglKernel(AttentionBackendTests):

@@ -107,6 +107,7 @@ def test_bits_are_the_same_alone_in_a_batch_and_beside_a_long_prompt(
     check_bits(run_on(tiny(name)[1], backend, **GIVEN, deterministic=True))
 
 
+@pytest.mark.turns(2, suite="interpreted kernels")
 def test_bits_of_triton_are_the_same(tiny, monkeypatch) -> None:
     pytest.importorskip("triton")
     from attnmux.emulators.candidates import emulated  # noqa: PLC0415  # where there is a Triton

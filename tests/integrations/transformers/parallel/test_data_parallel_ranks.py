@@ -127,6 +127,7 @@ def llama(group: RankGroup, folder: Path, prompts: list[list[int]], expected: To
     return [str(other.value)]
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_the_text_is_that_of_one_rank(tiny, tmp_path: Path) -> None:
     model, folder = tiny("llama")
     prompts = prompts_of(3, 9)
@@ -143,6 +144,7 @@ def deepseek(group: RankGroup, folder: Path, prompts: list[list[int]], expected:
     assert shapes[f"{mlp}.gate.weight"] == (4, 32)
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_the_text_of_experts_and_latent_attention(tiny, tmp_path: Path) -> None:
     model, folder = tiny("deepseek-v3")
     prompts = prompts_of(5, 5)
@@ -179,6 +181,7 @@ def counting(graphs: GraphRunner) -> list[tuple[int, int]]:
     return replays
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_graphs_are_replayed_on_all_ranks(tiny, tmp_path: Path) -> None:
     model, folder = tiny("llama")
     prompts = prompts_of(8, 9)
@@ -221,6 +224,7 @@ def commanded(group: RankGroup, options: list[str]) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_generate(tmp_path: Path) -> None:
     """On ranks that run already; `--tp` starts them in test_several_ranks.py."""
     asked = [f"The key is K{key}. ?K" for key in (77, 31, 90)]

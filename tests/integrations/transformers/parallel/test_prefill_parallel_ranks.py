@@ -169,6 +169,7 @@ def test_the_command_starts_the_ranks(monkeypatch) -> None:
     assert started == [(("-m", "attnmux.core", "generate", "text", "--pcp", "2"), 2)]
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_the_text_is_that_of_one_rank(tiny, tmp_path: Path) -> None:
     prompts = prompts_of(11)
     folders, expected = {}, {}

@@ -193,7 +193,7 @@ def test_compiled_layers_in_graphs(tiny, run_on):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.turns(3, suite="inductor")
+@pytest.mark.turns(4, suite="compilers")
 def test_inductor(tiny, run_on):
     folder = tiny("llama")[1]
     plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
@@ -227,7 +227,7 @@ class OneRow:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.turns(3, suite="inductor")
+@pytest.mark.turns(4, suite="compilers")
 def test_merged_projections_are_one_call_of_a_kernel(tiny, run_on):
     folder = tiny("llama")[1]
     runner = run_on(folder, page_size=16, **ENGINE_STEPS)

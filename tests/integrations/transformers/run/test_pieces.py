@@ -131,6 +131,7 @@ class Cuts(DeviceGraphs):
         return tensor
 
 
+@pytest.mark.turns(over="architecture")
 @pytest.mark.parametrize("architecture", ["gpt-oss", "deepseek-v2"])
 def test_compiled_code_is_cut_at_its_attention(tiny, run_on, architecture):
     """The op of attention ends a piece inside of a compiled layer."""

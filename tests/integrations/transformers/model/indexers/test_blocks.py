@@ -154,6 +154,7 @@ def kernels(monkeypatch):
         yield asked
 
 
+@pytest.mark.turns(2, suite="interpreted kernels")
 def test_the_kernel_says_the_same(blocks, run_on, kernels, said):
     model, folder = blocks()
     runner = run_on(folder, draft_tokens=3, **ROOM)
@@ -165,6 +166,7 @@ def test_the_kernel_says_the_same(blocks, run_on, kernels, said):
     assert kernels == ["picked_blocks"]
 
 
+@pytest.mark.turns(2, suite="interpreted kernels")
 def test_the_kernel_replayed_from_graphs_says_the_same(blocks, said, kernels):
     said.check_graphs(*blocks())
     assert kernels == ["picked_blocks"]

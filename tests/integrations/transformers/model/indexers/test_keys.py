@@ -149,6 +149,7 @@ def kernels(monkeypatch):
         yield asked
 
 
+@pytest.mark.turns(2, suite="interpreted kernels")
 def test_kernels_say_the_same(sparse, run_on, kernels, said):
     model, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=3)
@@ -160,6 +161,7 @@ def test_kernels_say_the_same(sparse, run_on, kernels, said):
     assert kernels == ["index_scores"]
 
 
+@pytest.mark.turns(2, suite="interpreted kernels")
 def test_kernels_replayed_from_graphs_say_the_same(sparse, said, kernels):
     said.check_graphs(*sparse("deepseek"))
     assert kernels == ["index_scores"]
