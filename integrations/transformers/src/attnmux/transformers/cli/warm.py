@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import pkgutil
 from functools import partial
+from threading import Event
 
 import click
 
 from attnmux.core.verbs import Run, common_options
 from attnmux.transformers.cli.command import generate
 from attnmux.transformers.cli.early import begin_early
+from attnmux.transformers.cli.importing import quick_imports, wake
 
 SHARED = (
     *("model", "revision", "dtype", "device"),
@@ -31,7 +33,9 @@ def warm(run: Run, /, *, as_json: bool, **options: object) -> None:
     whether the backend passed its first cases: the first answer waits for neither.
     """
     settings = run.settings()
-    with run.importing(settings, partial(begin_early, settings, options)):
+    has_torch = Event()
+    early = partial(begin_early, settings, options, partial(wake, has_torch))
+    with run.importing(settings, early), quick_imports(has_torch):
         run_warm = pkgutil.resolve_name("attnmux.transformers.cli.run_warm:run_warm")
     run_warm(run, settings, options, as_json=as_json)
 
