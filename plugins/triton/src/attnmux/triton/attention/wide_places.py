@@ -26,6 +26,8 @@ class WidePlaces:
         longest, total = int(lens.max()), int(lens.sum())
         ends = batch.seq_lens.cumsum(0, dtype=torch.int32)
         starts = ends - batch.seq_lens
-        table = starts[:, None] + torch.arange(longest, dtype=torch.int32, device=starts.device)
+        # Kernels are compiled for strides that are multiples of 16, and for others
+        width = -(-longest // 16) * 16
+        table = starts[:, None] + torch.arange(width, dtype=torch.int32, device=starts.device)
         slots = Slots(table=table, rows=None, page_size=1, begins_with_encoder=False)
         return cls(starts=starts, slots=slots, longest=longest, total=total)
