@@ -14,6 +14,7 @@ from attnmux.core.verbs import Run
 from attnmux.transformers import recall
 from attnmux.transformers.cli import run_warm
 from attnmux.transformers.cli.warm import SHARED, warm
+from attnmux.transformers.load import ahead
 
 
 def run(*arguments: str) -> Result:
@@ -34,7 +35,7 @@ def test_the_decided_backend_takes_each_phase_without_weights(
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(recall.PATH / name, tmp_path)
     modes: list[str] = []
-    real = run_warm.rehearse
+    real = ahead.rehearse
 
     def rehearse(backend) -> None:
         prepare = backend.init_forward_metadata
@@ -44,7 +45,7 @@ def test_the_decided_backend_takes_each_phase_without_weights(
         )
         real(backend)
 
-    monkeypatch.setattr(run_warm, "rehearse", rehearse)
+    monkeypatch.setattr(ahead, "rehearse", rehearse)
     result = run("--model", str(tmp_path), "--backend", "torch_native", *["--json"][:as_json])
     assert {"EXTEND", "DECODE"} <= set(modes)
     if as_json:

@@ -18,6 +18,7 @@ from attnmux.core import (
     Request,
     make_first,
 )
+from attnmux.transformers.load.ahead import Ahead
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.decision import decide_first, stated_ways, without
 from attnmux.transformers.load.model_request import (
@@ -77,13 +78,15 @@ def load_decoder(
 ) -> ModelRunner:
     dtype = checkpoint.dtype(options.dtype)
     ranks = options.ranks
-    stated = _stated(checkpoint, options, dtype)
+    stated, ahead = _stated(checkpoint, options, dtype), None
     if stated is not None:
         by_config = stated_ways(stated, options)
         decision = ranks.building.decided(
             lambda: decide_first(by_config, platform, offers, options), platform, offers
         )
         decision.begin_ahead(offers)
+        ahead = Ahead(decision, options)
+        ahead.begin()
     device = options.device_on(platform)
     model = load_model(
         checkpoint,
@@ -127,6 +130,8 @@ def load_decoder(
             lambda: decide_first(ways, platform, offers, chosen), platform, offers
         )
 
+    if ahead is not None:
+        ahead.join()
     runner = make_first(
         choose,
         lambda decision: ranks.building.together(lambda: make(decision)),
