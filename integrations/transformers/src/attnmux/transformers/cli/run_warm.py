@@ -17,6 +17,7 @@ from attnmux.core import (
 )
 from attnmux.core.verbs import Run, read_assignments
 from attnmux.transformers import recall
+from attnmux.transformers.cli.drafts import Drafting
 from attnmux.transformers.cli.encoding import context_of
 from attnmux.transformers.cli.options import BACKENDS
 from attnmux.transformers.cli.run import first_use, platform_for
@@ -77,12 +78,18 @@ def _options(
 ) -> RunnerOptions:
     """The options of `generate`, for as many prompts as may run at a time."""
     deterministic = given["deterministic"] or settings.deterministic
-    same = ("dtype", "kv_dtype", "kv_dtype_skip", "page_size", "device")
+    same = ("dtype", "kv_dtype", "kv_dtype_skip", "page_size", "device", "graph")
+    mode = given["speculative_attention_mode"]
+    of_drafts = {name: given[name] for name in ("draft", "draft_tokens", "topk", "steps")}
+    drafting = Drafting(**of_drafts, attention_mode=mode)
     return RunnerOptions(
         max_batch_size=given["max_running"],
         max_context_len=context_of(checkpoint, given["context"]),
         deterministic=deterministic,
         mla="expanded" if deterministic else given["mla"],
+        draft_tokens=drafting.draft_token_num,
+        draft_topk=drafting.topk,
+        speculative_attention_mode=mode,
         policy=settings.policy(
             **{name: given.get(name) for name in BACKENDS},
             options=read_assignments("--set", given["assignments"]),

@@ -19,7 +19,8 @@ from attnmux.transformers.cli.importing import quick_imports, wake
 SHARED = (
     *("model", "revision", "dtype", "device"),
     *("backend", "prefill_backend", "decode_backend", "assignments", "mla"),
-    *("page_size", "kv_dtype", "kv_dtype_skip", "context", "max_running", "deterministic"),
+    *("page_size", "kv_dtype", "kv_dtype_skip", "context", "max_running", "deterministic", "graph"),
+    *("draft", "draft_tokens", "topk", "steps", "speculative_attention_mode"),
 )
 """Options of `generate` that decide which kernels its steps launch."""
 
@@ -29,8 +30,9 @@ SHARED = (
 def warm(run: Run, /, *, as_json: bool, **options: object) -> None:
     """Compile and try ahead what `generate` needs with the same options.
 
-    Reads the model's config.json and no weights. Compiled kernels are kept on disk, and so is
-    whether the backend passed its first cases: the first answer waits for neither.
+    Reads the model's config.json and no weights. Compiled kernels are kept on disk, those of long
+    prompts and drafts too, and so is whether the backend passed its first cases: the first answer
+    waits for neither. A draft model is another --model.
     """
     settings = run.settings()
     has_torch = Event()
