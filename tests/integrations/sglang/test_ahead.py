@@ -28,4 +28,4 @@ def test_the_decided_backend_of_a_local_model_begins(
     monkeypatch.setattr(Decision, "begin_ahead", lambda decision, offers: begun.append(decision))
     unset = dict.fromkeys(BACKENDS)
     begin_ahead(SimpleNamespace(**{**unset, "model_path": recall.PATH, "device": "cpu", **given}))
-    assert [decision.request.head_dim for decision in begun] == [32] * begins
+    assert [decision.request.head_dim for decision in begun] == [64] * begins

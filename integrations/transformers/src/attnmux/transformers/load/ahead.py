@@ -22,25 +22,26 @@ class Ahead:
     that passed, and meets the same errors again: here they are dropped.
     """
 
-    def __init__(self, decision: Decision, options: RunnerOptions) -> None:
+    def __init__(self, decision: Decision | None, options: RunnerOptions) -> None:
+        """decision: None if nothing is known before the model runs."""
         self._decision, self._options = decision, options
         # A daemon: a compiler must not keep the interpreter from exiting
-        self._thread = Thread(target=self._run, name="attnmux-ahead", daemon=True)
+        self._thread = Thread(target=self._run, args=(decision,), name="attnmux-ahead", daemon=True)
 
     def begin(self) -> None:
-        """Does nothing for several ranks, whose backends are made together."""
-        if self._options.ranks.size == 1:
+        """Does nothing without a decision, and for several ranks, which make backends together."""
+        if self._decision is not None and self._options.ranks.size == 1:
             self._thread.start()
 
     def join(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, decision: Decision) -> None:
         with suppress(Exception):
             if self._options.check is not None:
-                self._options.check(self._decision)
-            take_steps(self._decision, self._options)
+                self._options.check(decision)
+            take_steps(decision, self._options)
 
 
 def take_steps(decision: Decision, options: RunnerOptions) -> None:
