@@ -24,75 +24,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
-PHASES = ("imported", "opened", "decided", "loaded", "made", "answered")
-CHILD = "--child"
+import click
+import torch
+from benchmarks.engine import RANDOM
+from benchmarks.one_start import PHASES
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from attnmux.transformers import recall
 
-def child(began: float, path: str, ahead: bool, arguments: Sequence[str]) -> None:
-    """`attnmux generate` with these arguments; it writes when each phase ended to a file.
-
-    began: `time.time()` before the process was started.
-    """
-    import pkgutil  # noqa: PLC0415  # the child imports little before it counts
-
-    ends: dict[str, float] = {}
-    kernels: list[str] = []
-
-    def end(phase: str) -> None:
-        ends.setdefault(phase, time.time() - began)
-
-    def around(owner: Any, name: str, before: str = "", after: str = "") -> None:
-        real: Callable[..., Any] = getattr(owner, name)
-
-        @wraps(real)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if before:
-                end(before)
-            result = real(*args, **kwargs)
-            if after:
-                end(after)
-            return result
-
-        setattr(owner, name, watched)
-
-    resolve = pkgutil.resolve_name
-
-    def resolved(name: str) -> Any:
-        found = resolve(name)
-        if name.endswith(":run_command"):
-            watch()
-            end("imported")
-        return found
-
-    def watch() -> None:
-        run = import_module("attnmux.transformers.cli.run")
-        around(run, "load_runner", before="opened", after="made")
-        load = import_module("attnmux.transformers.load.load_decoder")
-        around(load, "load_model", before="decided", after="loaded")
-        around(import_module("attnmux.transformers.engine.engine").Engine, "step", after="answered")
-        if not ahead:
-            import_module("attnmux.transformers.load.ahead").Ahead.begin = lambda _: None
-        if "triton" in sys.modules:
-
-            def made(*, fn: Any, **_: Any) -> None:
-                if "made" in ends and "answered" not in ends:
-                    kernels.append(fn.name)
-
-            sys.modules["triton"].knobs.runtime.jit_post_compile_hook = made
-
-    pkgutil.resolve_name = resolved  # type: ignore[assignment]  # counts
-    sys.argv = ["attnmux", "generate", *arguments]
-    try:
-        import_module("attnmux.core.cli").main()
-    finally:
-        Path(path).write_text(json.dumps({"ends": ends, "kernels": kernels}))
+ROOT = Path(__file__).resolve().parent.parent
+START = Path(__file__).with_name("one_start.py")
+MODULES = "import attnmux.transformers.cli.run, transformers.models.llama.modeling_llama"
+"""Compiles them, for all starts."""
+COLUMNS = (*PHASES, "ended", "kernels")
 
 
 def sources(folder: Path) -> str:
@@ -104,11 +51,12 @@ def sources(folder: Path) -> str:
 
 def start(
     arguments: Sequence[str], environment: Mapping[str, str], scratch: Path, *, ahead: bool
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """One start. Raises CalledProcessError with what it printed if it fails."""
     told = scratch / "told.json"
     began = time.time()
-    words = [sys.executable, __file__, CHILD, str(began), str(told), str(int(ahead)), *arguments]
+    # -P: the folder of the benchmarks hides no module
+    words = [sys.executable, "-P", str(START), str(began), str(told), str(int(ahead)), *arguments]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     ended = time.time() - began
     if done.returncode:
@@ -120,12 +68,6 @@ def start(
 
 def make_model(shape: str, folder: Path) -> None:
     """A random Llama with the tokenizer of the shipped model, whose tokens are bytes."""
-    import torch  # noqa: PLC0415  # a start would count it
-    from benchmarks.engine import RANDOM  # noqa: PLC0415  # as above
-    from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: PLC0415  # as above
-
-    from attnmux.transformers import recall  # noqa: PLC0415  # as above
-
     layers, hidden, intermediate, heads, kv_heads = RANDOM[shape]
     config = LlamaConfig(
         vocab_size=4096,
@@ -144,27 +86,15 @@ def make_model(shape: str, folder: Path) -> None:
         shutil.copy(recall.PATH / name, folder)
 
 
-def main(given: Sequence[str]) -> None:
-    import click  # noqa: PLC0415  # as above
-
-    @click.command(context_settings={"show_default": True})
-    @click.option("--random", "shape", type=click.Choice(["tiny", "3b"]), help="A random Llama.")
-    @click.option("--model", type=click.Path(exists=True, file_okay=False))
-    @click.option("--length", type=click.IntRange(min=1), default=240, help="Tokens of the prompt.")
-    @click.option("--starts", type=click.IntRange(min=1), default=3)
-    @click.option("--backend", default=None)
-    @click.option("--before", type=click.Path(exists=True, file_okay=False, path_type=Path))
-    @click.option("--without-ahead", is_flag=True)
-    def command(**options: Any) -> None:
-        with tempfile.TemporaryDirectory(prefix="attnmux-first-") as name:
-            measure(Path(name), **options)
-
-    command(list(given))
-
-
-def measure(
-    scratch: Path,
-    *,
+@click.command(context_settings={"show_default": True})
+@click.option("--random", "shape", type=click.Choice([*RANDOM]), help="A random Llama.")
+@click.option("--model", type=click.Path(exists=True, file_okay=False))
+@click.option("--length", type=click.IntRange(min=1), default=240, help="Tokens of the prompt.")
+@click.option("--starts", type=click.IntRange(min=1), default=3)
+@click.option("--backend", default=None)
+@click.option("--before", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--without-ahead", is_flag=True)
+def main(
     shape: str | None,
     model: str | None,
     length: int,
@@ -173,54 +103,63 @@ def measure(
     before: Path | None,
     without_ahead: bool,
 ) -> None:
-    if shape is not None:
-        model = str(scratch / "model")
-        make_model(shape, Path(model))
-    prompts = scratch / "prompts"
-    prompts.write_text("k41," * (length // 4) + "k" * (length % 4) + "\n")
-    arguments = ["--prompts", str(prompts), "--max-new-tokens", "4", "--no-stream"]
-    arguments += ["--model", model] if model else []
-    arguments += ["--backend", backend] if backend else []
-    ways: dict[str, tuple[Path, bool]] = {"now": (HERE, True)}
+    """Print when each phase of each start ends."""
+    ways: dict[str, tuple[Path, bool]] = {"now": (ROOT, True)}
     if without_ahead:
-        ways["now, nothing ahead"] = HERE, False
+        ways["now, nothing ahead"] = ROOT, False
     if before is not None:
         ways = {"before": (before.resolve(), True), **ways}
-    environments = {}
-    for number, (way, (folder, _)) in enumerate(ways.items()):
-        caches = {"XDG_CACHE_HOME": "kept", "TRITON_CACHE_DIR": "kernels"}
-        environments[way] = {
-            **os.environ,
-            "PYTHONPATH": sources(folder),
-            "PYTHONPYCACHEPREFIX": str(scratch / "modules"),
-            **{variable: str(scratch / f"{number}" / part) for variable, part in caches.items()},
-        }
-        environments[way].pop("PYTHONDONTWRITEBYTECODE", None)
-        text = "import attnmux.transformers.cli.run, transformers.models.llama.modeling_llama"
-        subprocess.run([sys.executable, "-c", text], env=environments[way], check=True)
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    columns = (*PHASES, "ended", "kernels")
-    print(f"{'':34s}" + "".join(f"{name:>10s}" for name in columns), flush=True)
-    show = partial(_show, columns)
+    with tempfile.TemporaryDirectory(prefix="attnmux-first-") as name:
+        scratch = Path(name)
+        if shape is not None:
+            model = str(scratch / "model")
+            make_model(shape, Path(model))
+        prompts = scratch / "prompts"
+        prompts.write_text("k41," * (length // 4) + "k" * (length % 4) + "\n")
+        arguments = ["--prompts", str(prompts), "--max-new-tokens", "4", "--no-stream"]
+        arguments += ["--model", model] if model else []
+        arguments += ["--backend", backend] if backend else []
+        measure(arguments, ways, starts, scratch)
+
+
+def measure(
+    arguments: Sequence[str], ways: Mapping[str, tuple[Path, bool]], starts: int, scratch: Path
+) -> None:
+    """ways: the sources, and whether anything is done ahead."""
+    environments = {
+        way: environment(folder, scratch, f"{number}")
+        for number, (way, (folder, _)) in enumerate(ways.items())
+    }
+    for each in environments.values():
+        subprocess.run([sys.executable, "-c", MODULES], env=each, check=True)
+    print(f"{'':34s}" + "".join(f"{name:>10s}" for name in COLUMNS), flush=True)
+    found: dict[str, list[Mapping[str, float]]] = {way: [] for way in ways}
     for number in range(starts):
         for way, (_, ahead) in ways.items():
-            taken = start(arguments, environments[way], scratch, ahead=ahead)
-            found[way].append(taken)
-            show(f"{way}, {'caches full' if number else 'caches empty'}", taken)
+            found[way].append(start(arguments, environments[way], scratch, ahead=ahead))
+            show(f"{way}, caches {'full' if number else 'empty'}", found[way][-1])
     for way, taken in found.items():
         if later := taken[1:]:
-            medians = {name: statistics.median(one[name] for one in later) for name in columns}
+            medians = {name: statistics.median(one[name] for one in later) for name in COLUMNS}
             show(f"{way}, median of {len(later)} full", medians)
 
 
-def _show(columns: Sequence[str], title: str, values: Mapping[str, float]) -> None:
-    cells = (f"{values[name]:10.2f}" for name in columns[:-1])
+def environment(folder: Path, scratch: Path, name: str) -> dict[str, str]:
+    """The variables of starts with these sources and with caches of their own."""
+    given = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return {
+        **given,
+        "PYTHONPATH": sources(folder),
+        "PYTHONPYCACHEPREFIX": str(scratch / "modules"),
+        "XDG_CACHE_HOME": str(scratch / name / "kept"),
+        "TRITON_CACHE_DIR": str(scratch / name / "kernels"),
+    }
+
+
+def show(title: str, values: Mapping[str, float]) -> None:
+    cells = (f"{values[name]:10.2f}" for name in COLUMNS[:-1])
     print(f"{title:34s}" + "".join(cells) + f"{values['kernels']:10.0f}", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [CHILD]:
-        _, _, since, place, does_ahead, *rest = sys.argv
-        child(float(since), place, does_ahead == "1", rest)
-    else:
-        main(sys.argv[1:])
+    main()
