@@ -80,7 +80,7 @@ def make_model(shape: str, folder: Path) -> None:
     )
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     with torch.device(device or "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]  # transformers' own
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(recall.PATH / name, folder)
