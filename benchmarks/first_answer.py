@@ -7,8 +7,8 @@ Each start is a process. The first of a way has empty caches of kernels, the oth
 left. Python's compiled modules are on disk before. Columns are seconds since the process was
 started: until modules are imported, the model is opened and its prompt encoded, a backend is
 decided, weights are loaded, the backend and its graphs are made, the first token is there, and the
-process ends. The last one counts the kernels that Triton makes in the step of the first token: it
-compiles or loads them.
+process ends. `cpu` has the CPU seconds of the process and its children. `kernels` counts those that
+Triton makes in the step of the first token: it compiles or loads them.
 
 `--before` has the sources of another commit: its starts take turns with those of this one.
 `--without-ahead` adds starts of this one in which nothing is done while weights load.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -39,14 +40,15 @@ ROOT = Path(__file__).resolve().parent.parent
 START = Path(__file__).with_name("one_start.py")
 MODULES = "import attnmux.transformers.cli.run, transformers.models.llama.modeling_llama"
 """Compiles them, for all starts."""
-COLUMNS = (*PHASES, "ended", "kernels")
+COLUMNS = (*PHASES, "ended", "cpu", "kernels")
 
 
 def sources(folder: Path) -> str:
-    """PYTHONPATH of a checkout."""
+    """PYTHONPATH with a checkout before what it has."""
     alone = ("core", "parts", "testing", "advisories", "distributed")
     several = [path for kind in ("plugins", "integrations") for path in (folder / kind).iterdir()]
-    return os.pathsep.join(str(path / "src") for path in (*map(folder.joinpath, alone), *several))
+    own = [str(path / "src") for path in (*map(folder.joinpath, alone), *several)]
+    return os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def start(
@@ -57,13 +59,20 @@ def start(
     began = time.time()
     # -P: the folder of the benchmarks hides no module
     words = [sys.executable, "-P", str(START), str(began), str(told), str(int(ahead)), *arguments]
+    spent = cpu_seconds()
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    ended = time.time() - began
+    ended, spent = time.time() - began, cpu_seconds() - spent
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr)
     done.check_returncode()
     found = json.loads(told.read_text())
-    return {**found["ends"], "ended": ended, "kernels": len(found["kernels"])}
+    return {**found["ends"], "ended": ended, "cpu": spent, "kernels": len(found["kernels"])}
+
+
+def cpu_seconds() -> float:
+    """Of all children that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def make_model(shape: str, folder: Path) -> None:
