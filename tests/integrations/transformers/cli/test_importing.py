@@ -12,7 +12,8 @@ from threading import Event
 import pytest
 import torch
 
-from attnmux.transformers.cli.importing import UNUSED, Packages, wake
+from attnmux.transformers.cli import importing
+from attnmux.transformers.cli.importing import UNUSED, Packages, quick_imports, wake
 
 SCRIPT = """
 import json, sys
@@ -55,6 +56,19 @@ def test_the_list_of_packages_is_made_once_it_is_needed() -> None:
     assert packages["PIL"] == real["PIL"]
     assert dict(packages).keys() == real.keys()
     assert len(calls) == 1
+
+
+def test_no_device_waits_for_a_torch_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: str) -> None:
+        raise ImportError("torch is broken")
+
+    monkeypatch.setattr(importing, "import_module", broken)
+    has_torch = Event()
+    with pytest.raises(ImportError, match="broken"), quick_imports(has_torch):
+        pass
+    assert has_torch.is_set()
 
 
 def test_a_device_is_woken_once_torch_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,44 +1,37 @@
-"""Imports torch and transformers in less time.
-
-Libraries are loaded beside modules, and transformers finds only packages that `generate` uses.
+"""Imports torch and transformers in less time: transformers finds only packages that are used.
 
 Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib import import_module, metadata
-from importlib.util import find_spec
-from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 UNUSED = ("sklearn", "scipy")
 """transformers imports them where they are installed, with pandas, for losses and for assisted
 generation, which nothing here calls: a second of imports."""
-LIBRARY = "libtorch_python.so"
-"""Depends on all other libraries of torch."""
 WAIT = 60.0
-"""Seconds after which an import of torch has failed."""
+"""Seconds in which torch is imported, at most, for a device to be woken."""
 
 
 @contextmanager
 def quick_imports(has_torch: Event) -> Iterator[None]:
-    """While the block runs, imports of torch and transformers take less time.
+    """Import torch, and let the block import transformers in less time.
 
-    A thread loads torch's libraries while Python reads modules that do not need them. has_torch:
-    set once torch is imported, for `wake`.
+    has_torch: set once torch is imported or cannot be, for `wake`.
     """
-    Thread(target=_load_libraries, name="attnmux-libraries", daemon=True).start()
+    try:
+        import_module("torch")
+    finally:
+        has_torch.set()
     with _without(UNUSED), _asked_late():
         utils = import_module("transformers.utils")
-        import_module("torch")
-        has_torch.set()
         yield
     # Image processors that need it are imported later
     utils.is_scipy_available.cache_clear()
@@ -48,16 +41,7 @@ def wake(has_torch: Event, device: str) -> None:
     """Make a first tensor on a device that torch names so, for which a driver takes tenths of a
     second: call it in another thread than the one that imports. Raises what torch raises."""
     if device != "cpu" and has_torch.wait(WAIT):
-        import_module("torch").zeros(1, device=device)
-
-
-def _load_libraries() -> None:
-    """The system's loader needs no lock of Python's. `import torch` finds them loaded, and reports
-    what is wrong with them."""
-    with suppress(Exception):
-        spec = find_spec("torch")
-        (folder,) = spec.submodule_search_locations  # type: ignore[union-attr,misc]  # any error
-        ctypes.CDLL(str(Path(folder) / "lib" / LIBRARY))
+        sys.modules["torch"].zeros(1, device=device)
 
 
 @contextmanager
