@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from attnmux.core import BackendFailed, Platform
-from attnmux.testing import Case, decode, extend, make_setup, prepare_step
+from attnmux.testing import Case, decode, extend, make_setup, prepare_step, verify
 
 pytest.importorskip("triton")
 
@@ -24,6 +25,19 @@ CROSS = Case(
     max_context_len=64,
 )
 """On an SM90 its keys are widened, which is rehearsed with many new tokens."""
+LONG = Case(
+    name="long",
+    steps=(
+        *(extend((0, 4000)), extend((2048, 2048)), extend((4096, 100)), extend((0, 600))),
+        *(extend((0, 3000), (0, 1000)), extend((0, 2048), (100, 1), (2000, 1))),
+        *(extend(*[(0, 100)] * 16), decode(4000), decode(*[100] * 33), verify(8, 4000)),
+    ),
+    num_q_heads=24,
+    num_kv_heads=8,
+    head_dim=128,
+    spec_topk=1,
+    max_context_len=8192,
+)
 CASE = Case(name="plain", steps=(extend((0, 5), (0, 33)), decode(6, 34)), windows=(None, None))
 
 
@@ -59,6 +73,44 @@ class Driver:
         return lambda *args: self.launched.append(args[4])
 
 
+def kind_of(launch: Any) -> object:
+    """What a kernel is compiled for: its constants, and what the compiler assumes of the rest."""
+
+    def assumed(place: int, value: Any) -> object:
+        parameter = launch.bound.kernel.params[place]
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        if parameter.is_constexpr or not isinstance(value, int):
+            return value
+        return not parameter.do_not_specialize and (value == 1, value % 16 == 0)
+
+    values = tuple(assumed(place, value) for place, value in enumerate(launch.values))
+    return launch.bound.kernel, *launch.bound.options.items(), values
+
+
+def unrehearsed(case: Case) -> list[str]:
+    """The kernels that some step of the case would compile."""
+    from attnmux.triton.attention.backend import TritonBackend  # noqa: PLC0415  # not in the interpreter's process
+    from attnmux.triton.attention.warmup import rehearse  # noqa: PLC0415  # as above
+
+    missing: list[str] = []
+    for step in case.steps:
+        setup = make_setup(case, Platform.parse("nvidia:sm90"), "cpu")
+        backend = TritonBackend(setup.context, {}, compute_units=132)
+        launches = backend.launcher.rehearse(lambda: rehearse(backend, setup.context))  # noqa: B023  # called here
+        known = {kind_of(launch) for launch in launches}
+        made = prepare_step(setup, step, host_lens=case.host_lens)
+
+        def take() -> None:
+            backend.init_forward_metadata(made.batch)  # noqa: B023  # as above
+            for given in made.inputs:  # noqa: B023  # as above
+                backend.forward(given.q, given.k, given.v, given.layer, made.batch)  # noqa: B023  # as above
+
+        taken = backend.launcher.rehearse(take)
+        missing += [f"{step}: {one.bound.kernel}" for one in taken if kind_of(one) not in known]
+    return missing
+
+
 def main(case: str) -> None:
     """Make the backend, take the steps, and print the launches."""
     import triton  # noqa: PLC0415  # not in the interpreter's process
@@ -67,6 +119,14 @@ def main(case: str) -> None:
     from attnmux.triton.attention.factory import triton as made  # noqa: PLC0415  # as above
     from attnmux.triton.launches import bound_kernel  # noqa: PLC0415  # not in the interpreter's process
 
+    if case == "long":
+        kinds = {"kv_dtype": (None, "fp8_e4m3"), "host_lens": (False, True)}
+        cases = [
+            replace(LONG, **dict(zip(kinds, each, strict=True)))
+            for each in product(*kinds.values())
+        ]
+        print(json.dumps({"unrehearsed": [name for each in cases for name in unrehearsed(each)]}))
+        return
     device = Driver(4096 if case == "does not fit" else 232448)
     if case != "no driver":
         driver.set_active(device)
@@ -109,6 +169,10 @@ def test_no_step_waits_for_a_compiler(script):
         *("sum_lens", "plan_tiles", "plan_tiles", *("write_kv", "attend_hopper_tiles") * 2),
         *("plan_shares", *("write_kv", "attend_shares") * 2),
     ]
+
+
+def test_long_prompts_and_drafts_are_rehearsed(script):
+    assert script("long")[-1] == {"unrehearsed": []}
 
 
 def test_a_kernel_that_needs_more_than_the_device_has_fails_when_the_backend_is_made(script):

@@ -39,8 +39,11 @@ def test_the_backend_that_config_and_options_decide_begins(
     monkeypatch.setattr(compiled, "begin", calls.append)
     offers = [offer for offer in Plugins.load().offers() if offer.plugin == "cpu"]
     platform = replace(HERE, features=HERE.features | {"cxx_compiler"})
-    begin_early(Settings(), {**UNSAID, "model": model, **said}, offers, platform)
+    woken: list[str] = []
+    options = {**UNSAID, "model": model, **said}
+    begin_early(Settings(), options, woken.append, offers, platform)
     assert calls == [platform] * begins
+    assert woken == [said.get("device", "cpu")]
 
 
 def test_it_is_called_once_with_the_platform_of_the_settings() -> None:

@@ -14,6 +14,7 @@ from attnmux.core.verbs import Run
 from attnmux.transformers import recall
 from attnmux.transformers.cli import run_warm
 from attnmux.transformers.cli.warm import SHARED, warm
+from attnmux.transformers.load import ahead
 
 
 def run(*arguments: str) -> Result:
@@ -28,13 +29,14 @@ def test_it_takes_the_options_of_generate_that_decide() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("drafts", [(), ("--draft", "ngram", "--topk", "2")])
 def test_the_decided_backend_takes_each_phase_without_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool, drafts: tuple[str, ...]
 ) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(recall.PATH / name, tmp_path)
     modes: list[str] = []
-    real = run_warm.rehearse
+    real = ahead.rehearse
 
     def rehearse(backend) -> None:
         prepare = backend.init_forward_metadata
@@ -44,15 +46,19 @@ def test_the_decided_backend_takes_each_phase_without_weights(
         )
         real(backend)
 
-    monkeypatch.setattr(run_warm, "rehearse", rehearse)
-    result = run("--model", str(tmp_path), "--backend", "torch_native", *["--json"][:as_json])
+    monkeypatch.setattr(ahead, "rehearse", rehearse)
+    result = run(
+        "--model", str(tmp_path), "--backend", "torch_native", *drafts, *["--json"][:as_json]
+    )
     assert {"EXTEND", "DECODE"} <= set(modes)
+    assert ("TARGET_VERIFY" in modes) == bool(drafts)
     if as_json:
         answer = json.loads(result.stdout)
         assert answer["decision"]["phases"]["decode"]["backend"] == "torch_native"
         assert answer["seconds"] > 0
     else:
-        assert result.stdout.startswith("torch_native (cpu) serves extend and decode")
+        phases = "extend, decode and verify" if drafts else "extend and decode"
+        assert result.stdout.startswith(f"torch_native (cpu) serves {phases}")
 
 
 def test_a_backend_that_fails_its_first_cases_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:

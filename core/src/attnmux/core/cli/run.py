@@ -184,8 +184,10 @@ class Run:
         return records.found
 
     def warn(self, text: str) -> None:
-        self.warnings.append(text)
-        print(f"attnmux: warning: {text}", file=sys.stderr)
+        """Print a warning, the same one once."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            print(f"attnmux: warning: {text}", file=sys.stderr)
 
     def echo_json(self, answer: object) -> None:
         print(json.dumps(answer, indent=2), file=self.answer, flush=True)

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from attnmux.sglang.asking import NAME
+from attnmux.sglang.asking import NAME, asked
 from attnmux.sglang.interfaces import INTEGRATION, REGISTRATION, SERVING
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def create(runner: Any) -> AttnmuxAttnBackend:  # noqa: ANN401  # SGLang's Model
     return AttnmuxAttnBackend(runner)
 
 
+BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+"""SGLang's arguments that name one."""
 LISTING = (
     *("GptOssForCausalLM", "Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
     *("Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
@@ -76,9 +79,28 @@ def _adjusting(original: Any, server_args: Any, *args: Any, **kwargs: Any) -> An
     architectures = model_config_of(server_args).hf_config.architectures or ()
     token = ADJUSTED.set(not set(LISTING).isdisjoint(architectures))
     try:
-        return original(server_args, *args, **kwargs)
+        adjusted = original(server_args, *args, **kwargs)
     finally:
         ADJUSTED.reset(token)
+    begin_ahead(server_args)
+    return adjusted
+
+
+def begin_ahead(server_args: Any) -> None:  # noqa: ANN401  # SGLang's ServerArgs
+    """Begin what the backend of a local model compiles, decided by its config.json and SGLang's
+    device. `create` decides for the layers, once weights are loaded.
+
+    Does nothing for another attention backend, and where nothing can be decided yet.
+    """
+    with suppress(Exception):
+        if NAME not in {getattr(server_args, name) for name in BACKENDS}:
+            return
+        from attnmux.configs import request_from_model
+        from attnmux.core import Chooser
+
+        chooser = Chooser.here(server_args.device)
+        request = asked(request_from_model(server_args.model_path), captures=False)
+        chooser.decide(request).begin_ahead(chooser.offers)
 
 
 class _AsListed:

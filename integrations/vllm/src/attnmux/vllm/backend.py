@@ -126,7 +126,9 @@ class AttnmuxBackend(AttentionBackend):
             batch_invariant=use_batch_invariant,
         )
         try:
-            Chooser.here(config.device_config.device_type).decide(asked.request(config))
+            chooser = Chooser.here(config.device_config.device_type)
+            # vLLM asks before it loads weights
+            chooser.decide(asked.request(config)).begin_ahead(chooser.offers)
         except AttnmuxError as refusal:
             return [line.strip() for line in str(refusal).splitlines() if line.strip()]
         return []

@@ -117,7 +117,8 @@ def _compiled_library(level: Level) -> ctypes.CDLL:
         raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
     is_new = path is not None and not path.is_file()
     often = "once" if path is not None else "at each start, as no folder is there to keep them"
-    LOG.warning("compiling the kernels of native for %s, %s: up to a minute", level.name, often)
+    what = f"compiling the kernels of native for {level.name}, {often}: up to a minute"
+    LOG.warning("%s; --backend torch_native needs no compiler", what)
     try:
         shown = elapsed_shown(f"compiling the kernels of native for {level.name}")
         with shown, _alone(path) as waited:

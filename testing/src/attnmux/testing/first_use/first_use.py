@@ -36,17 +36,32 @@ class FirstUse:
         self._offers = offers
         self._device, self._launches, self._say = device, launches, say
         self._store = Passes.in_cache(cache)
+        self._tried: dict[str, BackendFailed | None] = {}
+        """The trials of this process, by key, with the failures."""
 
     def __call__(self, decision: Decision) -> None:
         """Run cases on each backend that `Unverified.untried` finds, in child processes.
 
         Raises BackendFailed for one that fails a case, ends the process or takes too long, so that
-        an automatic choice goes on to the next candidate. A pass is kept if every case ran.
+        an automatic choice goes on to the next candidate. A pass is kept if every case ran. No
+        trial runs twice in a process.
         """
         for found in Unverified.untried(decision, self._offers, self._store):
             key = _key(found, decision)
-            if key not in self._store.read() and self._passes(found, decision):
+            if key not in self._tried and key not in self._store.read():
+                self._tried[key] = self._try(found, decision, key)
+            failure = self._tried.get(key)
+            if failure is not None:
+                raise failure
+
+    def _try(self, found: Unverified, decision: Decision, key: str) -> BackendFailed | None:
+        """The failure of a trial, whose pass is kept."""
+        try:
+            if self._passes(found, decision):
                 self._store.write({**self._store.read(), key: found.offer.address})
+        except BackendFailed as failure:
+            return failure
+        return None
 
     def _passes(self, found: Unverified, decision: Decision) -> bool:
         """Whether all cases of the trial ran and passed."""

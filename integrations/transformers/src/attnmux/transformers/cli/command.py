@@ -9,12 +9,14 @@ import pkgutil
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import click
 
 from attnmux.core.verbs import FiniteRange, Run, common_options
 from attnmux.transformers.cli.early import begin_early
 from attnmux.transformers.cli.groups import GroupedCommand
+from attnmux.transformers.cli.importing import quick_imports, wake
 from attnmux.transformers.cli.prompts import read_prompts
 from attnmux.transformers.requests.sampling_params import SamplingParams
 
@@ -322,7 +324,8 @@ def generate(
     # By name: the import takes seconds, and a user's mistake should not wait for it.
     stated = {"model": model, "states_sampling": (temperature, top_p) != (None, None)}
     splits = any(options[name] not in (None, 1) for name in ("tp", "pcp"))  # ranks have the devices
-    early = partial(begin_early, settings, {**options, "model": model})
-    with nullcontext() if splits else run.importing(settings, early):
+    has_torch = Event()
+    early = partial(begin_early, settings, {**options, "model": model}, partial(wake, has_torch))
+    with nullcontext() if splits else run.importing(settings, early), quick_imports(has_torch):
         run_command = pkgutil.resolve_name("attnmux.transformers.cli.run:run_command")
     run_command(run, settings, user_prompts, sampling, {**stated, **options})

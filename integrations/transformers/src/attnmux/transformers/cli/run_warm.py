@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -13,25 +12,20 @@ from attnmux.core import (
     BackendFailed,
     Decision,
     InvalidInput,
-    LayerSpec,
     Settings,
-    build,
-    make_context,
     make_first,
 )
-from attnmux.core.plugin import rehearse
 from attnmux.core.verbs import Run, read_assignments
 from attnmux.transformers import recall
+from attnmux.transformers.cli.drafts import Drafting
 from attnmux.transformers.cli.encoding import context_of
 from attnmux.transformers.cli.options import BACKENDS
 from attnmux.transformers.cli.run import first_use, platform_for
+from attnmux.transformers.load.ahead import take_steps
 from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.load.decision import decide_first, stated_ways, without
 from attnmux.transformers.load.model_request import stated_request
 from attnmux.transformers.options import RunnerOptions
-
-POOL_TOKENS = 4096
-"""Room of the pool: kernels are the same over a larger one."""
 
 
 def run_warm(run: Run, settings: Settings, given: Mapping[str, Any], *, as_json: bool) -> None:
@@ -65,7 +59,7 @@ def run_warm(run: Run, settings: Settings, given: Mapping[str, Any], *, as_json:
 
     def make(decision: Decision) -> Decision:
         check(decision)
-        _run_steps(decision, options)
+        take_steps(decision, options)
         return decision
 
     decision = make_first(
@@ -84,12 +78,18 @@ def _options(
 ) -> RunnerOptions:
     """The options of `generate`, for as many prompts as may run at a time."""
     deterministic = given["deterministic"] or settings.deterministic
-    same = ("dtype", "kv_dtype", "kv_dtype_skip", "page_size", "device")
+    same = ("dtype", "kv_dtype", "kv_dtype_skip", "page_size", "device", "graph")
+    mode = given["speculative_attention_mode"]
+    of_drafts = {name: given[name] for name in ("draft", "draft_tokens", "topk", "steps")}
+    drafting = Drafting(**of_drafts, attention_mode=mode)
     return RunnerOptions(
         max_batch_size=given["max_running"],
         max_context_len=context_of(checkpoint, given["context"]),
         deterministic=deterministic,
         mla="expanded" if deterministic else given["mla"],
+        draft_tokens=drafting.draft_token_num,
+        draft_topk=drafting.topk,
+        speculative_attention_mode=mode,
         policy=settings.policy(
             **{name: given.get(name) for name in BACKENDS},
             options=read_assignments("--set", given["assignments"]),
@@ -98,25 +98,3 @@ def _options(
         launches=run.launches(settings),
         **{name: given[name] for name in same},
     )
-
-
-def _run_steps(decision: Decision, options: RunnerOptions) -> None:
-    """Build the decided backends, which compiles, and attend in each phase."""
-    layers: list[LayerSpec] = []
-    for group in (decision, *decision.others):
-        layer = LayerSpec.of(group.request, len(layers))
-        layers.append(layer)
-        if layer.sliding_window_size >= 0 or layer.attention_chunk_size:
-            layers.append(
-                replace(layer, layer_id=len(layers), sliding_window_size=-1, attention_chunk_size=0)
-            )
-    context = make_context(
-        decision,
-        layers=layers,
-        size=POOL_TOKENS,
-        max_batch_size=options.max_batch_size,
-        max_context_len=options.max_context_len,
-        device=options.device,
-        launches=options.launches,
-    )
-    rehearse(build(decision, context))

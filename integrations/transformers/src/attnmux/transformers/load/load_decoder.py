@@ -18,6 +18,7 @@ from attnmux.core import (
     Request,
     make_first,
 )
+from attnmux.transformers.load.ahead import Ahead
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.decision import decide_first, stated_ways, without
 from attnmux.transformers.load.model_request import (
@@ -78,12 +79,7 @@ def load_decoder(
     dtype = checkpoint.dtype(options.dtype)
     ranks = options.ranks
     stated = _stated(checkpoint, options, dtype)
-    if stated is not None:
-        by_config = stated_ways(stated, options)
-        decision = ranks.building.decided(
-            lambda: decide_first(by_config, platform, offers, options), platform, offers
-        )
-        decision.begin_ahead(offers)
+    ahead = _begun(stated, platform, offers, options)
     device = options.device_on(platform)
     model = load_model(
         checkpoint,
@@ -127,6 +123,7 @@ def load_decoder(
             lambda: decide_first(ways, platform, offers, chosen), platform, offers
         )
 
+    ahead.join()
     runner = make_first(
         choose,
         lambda decision: ranks.building.together(lambda: make(decision)),
@@ -136,6 +133,22 @@ def load_decoder(
         _warn_if_expanded(runner, stated, latent, warn)
     _tell_notes(parts, warn)
     return runner
+
+
+def _begun(
+    stated: Request | None, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
+) -> Ahead:
+    """What the backends that config.json decides do ahead, begun. Raises as `decide_first`."""
+    ranks, decision = options.ranks, None
+    if stated is not None:
+        ways = stated_ways(stated, options)
+        decision = ranks.building.decided(
+            lambda: decide_first(ways, platform, offers, options), platform, offers
+        )
+        decision.begin_ahead(offers)
+    ahead = Ahead(decision, options)
+    ahead.begin()
+    return ahead
 
 
 def _tell_notes(parts: Sequence[ModelPart], warn: Callable[[str], None]) -> None:

@@ -187,10 +187,11 @@ class TritonBackend(AttentionBackend):
             widens=self.widens,
         )
 
-    def force_short_tiles(self) -> None:
-        """Let the prepared step take short tiles if its layers have them, to rehearse them."""
+    def force_tiles(self, *, short: bool) -> None:
+        """Let the prepared step take short or tall tiles if its layers have both, to rehearse
+        them."""
         if self._step is not None:
-            self._step = replace(self._step, takes_short_tiles=True, tiles={})
+            self._step = replace(self._step, takes_short_tiles=short, tiles={})
 
     @property
     def widens(self) -> bool:

@@ -13,6 +13,7 @@ from triton import AsyncCompileMode
 
 from attnmux.core import AttentionCall, ForwardBatch, ForwardMode, torch_dtype
 from attnmux.core.plugin import elapsed_shown
+from attnmux.core.plugin import rehearse as rehearse_phases
 from attnmux.triton.attention.wide_tiles import LEAST_ROWS
 from attnmux.triton.launches.bound_kernel import RehearsedLaunch, current, failure_of
 
@@ -20,11 +21,16 @@ if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
     from attnmux.triton.attention.backend import TritonBackend
 
+SHARED_KEYS = 4096
+"""Keys of a request with few new tokens whose tiles several programs share, on a GPU with more
+than 64 units."""
+
 
 def rehearse(backend: TritonBackend, context: BackendContext) -> None:
-    """Take every layer's decode and extend steps, at each batch size that plans are compiled for.
+    """Take every layer's decode and extend steps, at each batch size that plans are compiled for,
+    and a small step of each phase of the request, with drafts and LSE where it has them.
 
-    Leaves out features of some requests alone: LSE, masks, items, and verification.
+    Leaves out masks and items of some requests alone.
     """
     is_encoder = not context.layers[0].is_causal
     modes = (ForwardMode.EXTEND,) if is_encoder else (ForwardMode.DECODE, ForwardMode.EXTEND)
@@ -42,18 +48,23 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
     _prepare(backend, unknown)
     _call_all(backend, unknown, context)
     if backend.widens and not is_encoder:
-        new_tokens = min(LEAST_ROWS, context.max_context_len)
-        _rehearse_tiles(backend, _batch(ForwardMode.EXTEND, 1, context, new_tokens), context)
-    # Leaves no step prepared.
-    backend.init_forward_metadata_out_graph(_batch(ForwardMode.IDLE, 1, context))
+        new = min(LEAST_ROWS, context.max_context_len)
+        _rehearse_tiles(backend, _batch(ForwardMode.EXTEND, 1, context, new), context)
+        # Programs share the keys of a tile behind a prefix
+        cached = max(min(SHARED_KEYS, context.max_context_len) - new, 0)
+        behind = _batch(ForwardMode.EXTEND, 1, context, new, cached)
+        _prepare(backend, behind)
+        _call_all(backend, behind, context)
+    # Leaves no step prepared
+    rehearse_phases(backend)
 
 
 def _rehearse_tiles(backend: TritonBackend, batch: ForwardBatch, context: BackendContext) -> None:
     """Take an extend step with tall tiles, and with short ones."""
     _prepare(backend, batch)
-    _call_all(backend, batch, context)
-    backend.force_short_tiles()
-    _call_all(backend, batch, context)
+    for short in (False, True):
+        backend.force_tiles(short=short)
+        _call_all(backend, batch, context)
 
 
 def _prepare(backend: TritonBackend, batch: ForwardBatch) -> None:
@@ -73,9 +84,10 @@ def _batch_sizes(most: int) -> list[int]:
 
 
 def _batch(
-    mode: ForwardMode, size: int, context: BackendContext, new_tokens: int = 1
+    mode: ForwardMode, size: int, context: BackendContext, new_tokens: int = 1, cached: int = 0
 ) -> ForwardBatch:
-    """new_tokens of each request, in the rows and slots that are reserved for padding."""
+    """new_tokens of each request behind those that are cached, in the rows and slots that are
+    reserved for padding."""
 
     def zeros(dtype: torch.dtype, count: int = size) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=context.device)
@@ -83,19 +95,19 @@ def _batch(
     has_encoder = any(layer.is_cross_attention for layer in context.layers)
     extends = mode is ForwardMode.EXTEND
     num_tokens = size * new_tokens
-    lens = zeros(torch.int32) + new_tokens
-    lens_cpu = lens.cpu()
+    new_lens = zeros(torch.int32) + new_tokens
+    lens = new_lens + cached
     return ForwardBatch(
         forward_mode=mode,
         batch_size=size,
         req_pool_indices=zeros(torch.int64),
         seq_lens=lens,
-        seq_lens_cpu=lens_cpu,
+        seq_lens_cpu=lens.cpu(),
         out_cache_loc=zeros(torch.int64, num_tokens),
         positions=zeros(torch.int64, num_tokens),
-        extend_seq_lens=lens if extends else None,
-        extend_seq_lens_cpu=lens_cpu if extends else None,
-        extend_prefix_lens=zeros(torch.int32) if extends else None,
+        extend_seq_lens=new_lens if extends else None,
+        extend_seq_lens_cpu=new_lens.cpu() if extends else None,
+        extend_prefix_lens=zeros(torch.int32) + cached if extends else None,
         extend_num_tokens=num_tokens if extends else None,
         encoder_lens=lens if has_encoder else None,
         encoder_out_cache_loc=zeros(torch.int64, num_tokens) if has_encoder else None,

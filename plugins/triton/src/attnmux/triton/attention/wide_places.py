@@ -35,7 +35,9 @@ class WidePlaces:
         starts = sizes.cumsum(0, dtype=torch.int32) - sizes
         if in_pieces:
             return cls(starts=starts, slots=None, longest=longest, total=total)
-        table = starts[:, None] + torch.arange(longest, dtype=torch.int32, device=starts.device)
+        # Kernels are compiled for strides that are multiples of 16, and for others
+        width = -(-longest // 16) * 16
+        table = starts[:, None] + torch.arange(width, dtype=torch.int32, device=starts.device)
         slots = Slots(table=table, rows=None, page_size=1, begins_with_encoder=False)
         return cls(starts=starts, slots=slots, longest=longest, total=total)
 
