@@ -10,9 +10,9 @@ struct Walk {
         int64_t bytes, run;  // from slot to slot, and how many of them are fetched
     };
     Part parts[2];
-    int num_parts = 0, part = 0;
+    int num_parts = 0, part = 0, left = 0;  // lines of a run
     const int32_t *slots = nullptr, *end = nullptr;
-    const char *at = nullptr, *stop = nullptr;
+    const char* at = nullptr;
 
     // The rows of an item's heads. Those whose heads do not lie beside each other are not fetched.
     Walk(const Step& step, const Item& item) {
@@ -32,20 +32,22 @@ struct Walk {
         for (int i = 0; i < num_parts; ++i) bytes += parts[i].run;
         return bytes / 64;
     }
-    // From here on rows of these slots are fetched.
+    // From here on rows of these slots are fetched: as one run, if they follow each other without gaps.
     void begin(const int32_t* from, int num) {
-        slots = from, end = from + std::max(num, 0), part = 0;
-        if (!num_parts) end = slots;
+        slots = from, end = num_parts ? from + std::max(num, 0) : from, part = left = 0;
+        if (slots == end || num_parts > 1 || parts[0].run < parts[0].bytes || end[-1] - from[0] != num - 1) return;
+        at = parts[0].first + from[0] * parts[0].bytes, left = int(num * parts[0].bytes / 64), slots = end;
     }
     void fetch(int num) {
-        for (int i = 0; i < num; ++i, at += 64) {
-            if (at >= stop) {
-                if (slots == end) return;
-                at = parts[part].first + *slots * parts[part].bytes, stop = at + parts[part].run;
-                part ^= num_parts - 1, slots += !part;  // a branch costs 5 % of decoding
-            }
-            __builtin_prefetch(at, 0, 2);
+        while (num > left) {
+            for (int i = 0; i < left; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+            num -= left, left = 0;
+            if (slots == end) return;
+            at = parts[part].first + *slots * parts[part].bytes, left = int(parts[part].run / 64);
+            part ^= num_parts - 1, slots += !part;
         }
+        for (int i = 0; i < num; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+        at += 64 * num, left -= num;
         asm volatile("");  // as in `prefetch`
     }
 };
