@@ -15,7 +15,6 @@
 
 constexpr int FEW_TILES_KEYS = 32;   // of a block; with 64 the first cache is short
 constexpr int FEW_TILES_AHEAD = 32;  // keys between those that are read and those that are fetched
-constexpr float SLACK = 8;           // a row's results are scaled when a logit exceeds theirs by more
 
 // Tile 0: scores; 1: weights; 2 to 5: sums over V; 6 and 7: K, V or Q.
 struct alignas(64) FewShapes {
@@ -28,20 +27,6 @@ struct alignas(64) FewShapes {
         for (int tile : {1, 2, 3, 4, 5}) rows[tile] = uint8_t(height);
     }
 };
-
-// 2^x for x <= SLACK within 5e-6, plus half a unit of bfloat16, so that its upper half is the rounded weight.
-static inline vec weight_of(vec x) {
-    constexpr float SHIFT = 12582912.0f;  // leaves an integer in the low bits
-    x = higher(all(-127.0f), x);
-    const vec shifted = (vec)_mm512_add_round_ps((__m512)x, _mm512_set1_ps(SHIFT), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    const vec part = x - (shifted - SHIFT);
-    vec y = all(0.01353097f);
-    y = y * part + 0.05201713f;
-    y = y * part + 0.24144037f;
-    y = y * part + 0.69300354f;
-    y = y * part + (1.0f + 1.0f / 256);
-    return (vec)((ivec)y + ((ivec)shifted << 23));
-}
 
 struct FewTiles {
     static constexpr int KEYS = FEW_TILES_KEYS, GROUPS = KEYS / TILE;
@@ -178,7 +163,7 @@ struct FewTiles {
 #pragma GCC unroll 16
         for (int i = 0; i < TILE; ++i) {
             const vec one = weight_of(load(scores + i * W) * scaling - safe), other = weight_of(load(scores + (TILE + i) * W) * scaling - safe);
-            words[i] = (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)one, 16), (__m512i)other);
+            words[i] = upper_halves(one, other);
             sums[i % 2] = add_pairs(sums[i % 2], words[i], ones);
             walk.fetch(WEIGHT_SHARE * lines);
         }
