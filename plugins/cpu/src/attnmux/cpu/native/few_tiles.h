@@ -165,7 +165,7 @@ struct FewTiles {
             const vec one = weight_of(load(scores + i * W) * scaling - safe), other = weight_of(load(scores + (TILE + i) * W) * scaling - safe);
             words[i] = upper_halves(one, other);
             sums[i % 2] = add_pairs(sums[i % 2], words[i], ones);
-            walk.fetch(WEIGHT_SHARE * lines);
+            if (i % 4 == 3) walk.fetch(4 * WEIGHT_SHARE * lines);
         }
         store(&s.sum[t * W], sums[0] + sums[1]);
         turn(words);
