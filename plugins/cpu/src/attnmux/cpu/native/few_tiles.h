@@ -186,10 +186,7 @@ struct FewTiles {
         float *out = out_of(h, d), *more = out + height * PAIRED;
         _tile_loadd(2, out, 4 * PAIRED);
         _tile_loadd(3, out + W, 4 * PAIRED);
-        if (BOTH) {
-            _tile_loadd(4, more, 4 * PAIRED);
-            _tile_loadd(5, more + W, 4 * PAIRED);
-        }
+        if (BOTH) { _tile_loadd(4, more, 4 * PAIRED); _tile_loadd(5, more + W, 4 * PAIRED); }
         for (int g = 0; g < num_groups; ++g, weights += 2 * TILE_BYTES) {
             walk.fetch(VALUE_SHARE * lines);
             const int64_t at = h * value_head + 2 * d, stride = values[g] ? value_bytes : 2 * COLUMNS;
@@ -207,10 +204,7 @@ struct FewTiles {
         }
         _tile_stored(2, out, 4 * PAIRED);
         _tile_stored(3, out + W, 4 * PAIRED);
-        if (BOTH) {
-            _tile_stored(4, more, 4 * PAIRED);
-            _tile_stored(5, more + W, 4 * PAIRED);
-        }
+        if (BOTH) { _tile_stored(4, more, 4 * PAIRED); _tile_stored(5, more + W, 4 * PAIRED); }
     }
     void write_results() {
         const __m512i front = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), back = _mm512_add_epi32(front, _mm512_set1_epi32(8));

@@ -38,23 +38,6 @@ struct alignas(64) TileShapes {
 // The compiler does not know that tiles read memory.
 static inline void settle() { asm volatile("" ::: "memory"); }
 
-// 2^x for x <= SLACK within 5e-6, plus half a unit of bfloat16, so that its upper half is the rounded weight.
-static inline vec weight_of(vec x) {
-    constexpr float SHIFT = 12582912.0f;  // leaves an integer in the low bits
-    x = higher(all(-127.0f), x);
-    const vec shifted = (vec)_mm512_add_round_ps((__m512)x, _mm512_set1_ps(SHIFT), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    const vec part = x - (shifted - SHIFT);
-    vec y = all(0.01353097f);
-    y = y * part + 0.05201713f;
-    y = y * part + 0.24144037f;
-    y = y * part + 0.69300354f;
-    y = y * part + (1.0f + 1.0f / 256);
-    return (vec)((ivec)y + ((ivec)shifted << 23));
-}
-static inline ivec upper_halves(vec one, vec other) {
-    return (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)one, 16), (__m512i)other);
-}
-
 // scores[32][16 N] = 32 keys . 16 N queries
 template <int N> static inline void tile_scores(const char* k, const char* q, int width, float* scores, int stride) {
     const int64_t row = int64_t(width) * 2, panel = row * TILE, out = int64_t(stride) * 4;
