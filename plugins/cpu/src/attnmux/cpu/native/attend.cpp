@@ -17,7 +17,7 @@
 
 static void run_items(int64_t, int64_t, void* context) {
     Step& step = *static_cast<Step*>(context);
-    Scratch scratch;
+    thread_local Scratch scratch;  // to allocate it takes 1 us of a call's 10
     for (int64_t at; (at = step.next.fetch_add(1)) < int64_t(step.items.size());) {
         const Item& item = step.items[at];
         if (item.kernel == Kernel::FEW) few(step, item, scratch);

@@ -1,33 +1,39 @@
 // Few queries over bfloat16 rows on Intel's matrix unit (AMX): decoding where heads share keys.
 //
-// scores[key][lane] = K . Q', so that rows of K are tiles as they lie, if 16 of them are equally far
-// apart; else they are copied. The rows of as many KV heads as fit lie side by side in 16 lanes, so that
-// weights are computed for all of them at once. V is packed in pairs of keys, head by head.
+// Rows of K and V are tiles as they lie, if 16 of them follow each other; else they are copied. Nothing
+// else is written per key but scores and weights, as what the first cache has no room for is slow to
+// write. scores[key][lane] = K . Q', with the rows of as many KV heads as fit side by side in 16
+// lanes: Q of a head is 0 in the lanes of others, so that one tile adds them all. A pair of V's values
+// is of one key and not of two, so the even columns are added by weights (w, 0), the odd by (0, w).
+// A value that is not finite reaches what shares its tile or its pair.
 #pragma once
 
 #include "tiles.h"
+#include "walk.h"
 
 #if defined(__AMX_BF16__) && LANES == 16
 
-constexpr int FEW_TILES_KEYS = 64;  // of a block
+constexpr int FEW_TILES_KEYS = 32;   // of a block; with 64 the first cache is short
+constexpr int FEW_TILES_AHEAD = 32;  // keys between those that are read and those that are fetched
 
-// Tiles 0 and 1: scores; 2: Q; 3 and 7: K or V; 4 and 5: sums over V; 6: weights.
+// Tile 0: scores; 1: weights; 2 to 5: sums over V; 6 and 7: K, V or Q.
 struct alignas(64) FewShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {};
 
     explicit FewShapes(int height) {
-        const auto shape = [&](int tile, int height_of, int width) { rows[tile] = uint8_t(height_of), row_bytes[tile] = uint16_t(4 * width); };
-        for (int tile : {0, 1, 2}) shape(tile, TILE, height);
-        for (int tile : {3, 7}) shape(tile, TILE, TILE);
-        for (int tile : {4, 5, 6}) shape(tile, height, TILE);
+        for (int tile : {0, 6, 7}) rows[tile] = TILE;
+        for (int tile : {1, 2, 3, 4, 5}) rows[tile] = uint8_t(height);
     }
 };
 
 struct FewTiles {
     static constexpr int KEYS = FEW_TILES_KEYS, GROUPS = KEYS / TILE;
     static constexpr int64_t TILE_BYTES = 1024;
+    // Lines are fetched evenly over the time of a block: shares of a product of K, of a pair of weights and of 64
+    // columns of 16 rows of V.
+    static constexpr int KEY_SHARE = 3, WEIGHT_SHARE = 1, VALUE_SHARE = 12;
     Step& step;
     const Item& item;
     Scratch& s;
@@ -36,98 +42,107 @@ struct FewTiles {
     const int per_tile = TILE / height, lanes = per_tile * height, num_tiles = (num_heads + per_tile - 1) / per_tile;
     const int width = round_up(step.D, PAIRED), out_width = round_up(step.Dv, PAIRED);
     const int64_t key_bytes = c.k_slot * 2, key_head = c.k_head * 2, value_bytes = (c.v ? c.v_slot : c.k_slot) * 2, value_head = (c.v ? c.v_head : c.k_head) * 2;
-    const int64_t half_bytes = int64_t(out_width) / PAIRED * 2 * TILE_BYTES, v_bytes = KEYS / PAIRED * half_bytes;  // of packed V
-    alignas(64) const char *keys[KEYS], *values[KEYS];  // rows of the first head
-    bool in_order[GROUPS];
+    const char *const first_key = step.key_row(0, item.head), *const first_value = step.value_row(0, item.head);
+    int32_t repeated[KEYS];
+    const int32_t* slots;  // of a block, the last one repeated
+    const char *keys[GROUPS], *values[GROUPS];  // where 16 rows of the first head begin; null: they are copied
+    Walk walk{step, item};
+    int lines = 0;  // that a share fetches
 
-    float* out_of(int h, int r, int d) const { return s.out.data() + int64_t(h) * height * out_width + int64_t(d) * height + r * PAIRED; }
-    void prepare() {
-        s.narrow_q.assign(size_t(num_heads) * width / PAIRED * TILE_BYTES, 0);
-        s.row.resize(std::max(width, out_width));
-        int32_t* words = reinterpret_cast<int32_t*>(s.row.data());
-        for (int h = 0; h < num_heads; ++h)
-            for (int r = 0; r < height; ++r) {
-                std::memset(words, 0, size_t(width) * 2);
-                step.narrow_query(item, item.head + h, r, reinterpret_cast<char*>(words));
-                int32_t* to = reinterpret_cast<int32_t*>(s.narrow_q.data() + int64_t(h) * width / PAIRED * TILE_BYTES) + r;
-                for (int i = 0; i < width / 2; ++i) to[i * TILE] = words[i];
+    // Sums of a head: blocks of 32 columns, [height][16 even, 16 odd].
+    float* out_of(int h, int d) const { return s.out.data() + (int64_t(h) * out_width + d) * height; }
+    char* q_of(int h, int d) const { return s.narrow_q.data() + (int64_t(h) * width + d) / PAIRED * TILE_BYTES; }
+    int end_of(int t) const { return std::min(num_heads, (t + 1) * per_tile); }
+    // Q of 16 lanes, turned round, once for each of their heads.
+    void pack(int t) {
+        const int begin = t * per_tile, num = (end_of(t) - begin) * height;
+        char* rows = reinterpret_cast<char*>(s.row.data());
+        std::memset(rows, 0, size_t(TILE) * width * 2);
+        for (int i = 0; i < num; ++i) step.narrow_query(item, item.head + begin + i / height, i % height, rows + int64_t(i) * width * 2);
+        for (int d = 0; d < width; d += PAIRED) {
+            ivec words[TILE];
+            for (int i = 0; i < TILE; ++i) words[i] = load_ints(rows + (int64_t(i) * width + d) * 2);
+            turn(words);
+            for (int h = 0; h < num / height; ++h) {
+                const __mmask16 own = __mmask16(((1 << height) - 1) << h * height);
+                for (int i = 0; i < TILE; ++i) _mm512_store_si512(q_of(begin + h, d) + 64 * i, _mm512_maskz_mov_epi32(own, (__m512i)words[i]));
             }
-        s.narrow_k.assign(size_t(TILE) * 2 * width * 2, 0);
-        s.narrow_v.resize(size_t(num_heads) * KEYS * out_width * 2);
-        s.scores.assign(size_t(num_tiles) * KEYS * W, 0.0f);
-        s.weights.resize(size_t(num_tiles) * KEYS * W * 2);
+        }
+    }
+    void prepare() {
+        s.row.resize(std::max(TILE * width / 2, out_width));
+        s.narrow_q.resize(size_t(num_heads) * width / PAIRED * TILE_BYTES);
+        for (int t = 0; t < num_tiles; ++t) pack(t);
+        s.narrow_k.resize(size_t(TILE) * width * 2), s.narrow_v.resize(size_t(TILE) * 2 * PAIRED * 2);
+        s.scores.resize(size_t(KEYS) * W);
+        s.weights.resize(size_t(2 * GROUPS) * TILE_BYTES);
         s.out.assign(size_t(num_heads) * height * out_width, 0.0f);
         s.top.assign(num_tiles * W, NONE), s.sum.assign(num_tiles * W, 0.0f), s.decay.resize(num_tiles * W);
+        const int shares = KEY_SHARE * num_heads * width / PAIRED * GROUPS + WEIGHT_SHARE * num_tiles * KEYS / 2 + VALUE_SHARE * num_heads * out_width / (2 * PAIRED) * GROUPS;
+        lines = int((walk.lines() * KEYS + shares - 1) / shares);
     }
-    // Where rows of 16 slots begin.
-    static void place(const int32_t* slots, const void* first, int64_t stride, const char** rows) {
-        for (int i = 0; i < TILE; i += 8) {
-            const __m512i wide = _mm512_cvtepi32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(slots + i)));
-            _mm512_storeu_si512(rows + i, _mm512_add_epi64(_mm512_mul_epi32(wide, _mm512_set1_epi64(stride)), _mm512_set1_epi64(reinterpret_cast<int64_t>(first))));
-        }
-    }
-    void find(const int32_t* slots, int left) {
-        int32_t repeated[KEYS];
+    // The next block, and the rows to fetch meanwhile: of this item or of the one that is likely to be next.
+    void find(const int32_t* from, int left) {
+        slots = from;
         if (left < KEYS) {
-            for (int j = 0; j < KEYS; ++j) repeated[j] = slots[std::min(j, left - 1)];
+            for (int j = 0; j < KEYS; ++j) repeated[j] = from[std::min(j, left - 1)];
             slots = repeated;
-        }
-        const void *key = step.key_row(0, item.head), *value = step.value_row(0, item.head);
-        for (int j = 0; j < KEYS; j += TILE) {
-            place(slots + j, key, key_bytes, keys + j);
-            place(slots + j, value, value_bytes, values + j);
         }
         const ivec counted = (ivec)_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         for (int g = 0; g < GROUPS; ++g) {
-            const ivec others = load_ints(slots + g * TILE) - slots[g * TILE];
-            in_order[g] = step.D == width && _mm512_cmpeq_epi32_mask((__m512i)others, (__m512i)counted) == 0xffff;
+            const int64_t slot = slots[g * TILE];
+            const bool in_order = _mm512_cmpeq_epi32_mask((__m512i)(load_ints(slots + g * TILE) - int32_t(slot)), (__m512i)counted) == 0xffff;
+            keys[g] = in_order && step.D == width ? first_key + slot * key_bytes : nullptr;
+            values[g] = in_order && step.Dv == out_width ? first_value + slot * value_bytes : nullptr;
         }
+        if (left > FEW_TILES_AHEAD) return walk.begin(from + FEW_TILES_AHEAD, std::min(KEYS, left - FEW_TILES_AHEAD));
+        const Item* then = step.coming();
+        if (then && then->head == item.head) walk.begin(step.slots(*then) + then->key, std::min(KEYS, then->key_end - then->key));
+        else walk.begin(from, 0);
     }
-    // 16 rows of K of a head, where they lie or copied.
-    const char* group(int g, int h, char* copies, int64_t& stride) const {
-        if (in_order[g]) {
-            stride = key_bytes;
-            return keys[g * TILE] + h * key_head;
-        }
-        stride = int64_t(width) * 2;
-        for (int i = 0; i < TILE; ++i) std::memcpy(copies + i * stride, keys[g * TILE + i] + h * key_head, size_t(step.D) * 2);
-        return copies;
-    }
-    // The scores of two groups of keys.
-    void multiply(int h, int g) {
-        const char* q = s.narrow_q.data() + int64_t(h) * width / PAIRED * TILE_BYTES;
-        float* scores = s.scores.data() + (int64_t(h / per_tile) * KEYS + g * TILE) * W + h % per_tile * height;
-        char* copies = s.narrow_k.data();
-        int64_t stride, more_stride;
-        const char *one = group(g, h, copies, stride), *other = group(g + 1, h, copies + int64_t(TILE) * width * 2, more_stride);
+    // 16 rows of `width` values, with zeros after the first n.
+    __attribute__((noinline)) static const char* copy(const int32_t* of, const char* first, int64_t bytes, int n, int width, char* to) {
+        char* at = to;
+        for (int i = 0; i < TILE; ++i)
+            for (int d = 0; d < width; d += PAIRED, at += 2 * PAIRED) {
+                const __mmask32 kept = d + PAIRED <= n ? ~__mmask32(0) : (__mmask32(1) << std::max(n - d, 0)) - 1;
+                _mm512_storeu_si512(at, _mm512_maskz_loadu_epi16(kept, first + of[i] * bytes + 2 * d));
+            }
         settle();
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int d = 0; d < width; d += PAIRED) {
-            _tile_loadd(2, q + d / PAIRED * TILE_BYTES, 64);
-            _tile_loadd(3, one + 2 * d, stride);
-            _tile_dpbf16ps(0, 3, 2);
-            _tile_loadd(7, other + 2 * d, more_stride);
-            _tile_dpbf16ps(1, 7, 2);
-        }
-        _tile_stored(0, scores, 64);
-        _tile_stored(1, scores + TILE * W, 64);
-        settle();
+        return to;
     }
-    // V of 32 keys of all heads, in pairs of keys.
-    template <bool WHOLE> void pack(int begin) {
-        for (int j = begin; j < begin + PAIRED; j += 2)
-            for (int h = 0; h < num_heads; ++h) {
-                const char *one = values[j] + h * value_head, *other = values[j + 1] + h * value_head;
-                char* to = s.narrow_v.data() + h * v_bytes + j / PAIRED * half_bytes + j % PAIRED / 2 * 64;
-                for (int d = 0; d < out_width; d += PAIRED, to += 2 * TILE_BYTES) {
-                    const ivec a = loaded<WHOLE>(one + 2 * d, step.Dv - d), b = loaded<WHOLE>(other + 2 * d, step.Dv - d);
-                    *reinterpret_cast<ivec*>(to) = first_pairs(a, b), *reinterpret_cast<ivec*>(to + TILE_BYTES) = last_pairs(a, b);
+    // The scores of a block in 16 lanes.
+    void multiply(int t, int num_groups) {
+        settle();
+        for (int g = 0; g < num_groups; ++g) {
+            _tile_zero(0);
+            for (int h = t * per_tile; h < end_of(t); ++h) {
+                const int64_t stride = keys[g] ? key_bytes : int64_t(width) * 2;
+                const char* rows = keys[g] ? keys[g] + h * key_head : copy(slots + g * TILE, first_key + h * key_head, key_bytes, step.D, width, s.narrow_k.data());
+                for (int d = 0; d < width; d += PAIRED) {
+                    walk.fetch(KEY_SHARE * lines);
+                    _tile_loadd(7, q_of(h, d), 64);
+                    _tile_loadd(6, rows + 2 * d, stride);
+                    _tile_dpbf16ps(0, 6, 7);
                 }
+            }
+            _tile_stored(0, s.scores.data() + g * TILE * W, 64);
+        }
+        settle();
+    }
+    // Makes earlier results relative to higher logits.
+    __attribute__((noinline)) void rise(int t, const vec& old, const vec& top) {
+        const vec factor = power(old - (top == NONE ? all(0.0f) : top));
+        store(&s.top[t * W], top), store(&s.decay[t * W], factor), store(&s.sum[t * W], load(&s.sum[t * W]) * factor);
+        for (int h = t * per_tile; h < end_of(t); ++h)
+            for (int r = 0; r < height; ++r) {
+                const float decay = s.decay[t * W + h % per_tile * height + r];
+                float* out = out_of(h, 0) + r * PAIRED;
+                for (int d = 0; d < out_width; d += PAIRED, out += height * PAIRED) store(out, load(out) * decay), store(out + W, load(out + W) * decay);
             }
     }
     void weigh(const Seen& seen, int t, int key, int num) {
-        float* scores = s.scores.data() + int64_t(t) * KEYS * W;
+        float* scores = s.scores.data();
         const float scaling = step.scaled_later() ? step.scaling : 1.0f;
         if (!step.scaled_later())
             for (int j = 0; j < num; ++j) {
@@ -135,91 +150,95 @@ struct FewTiles {
                 store(scores + j * W, c.cap > 0 ? capped(x, c.cap) : x);
             }
         seen.hide(scores, W, t * lanes, key, 0, num);
-        const int full = round_up(num, PAIRED);
-        for (int j = num; j < full; ++j) store(scores + j * W, all(NONE));
-        const vec old = load(&s.top[t * W]);
+        for (int j = num; j < KEYS; ++j) store(scores + j * W, all(NONE));
         vec tops[4] = {all(NONE), all(NONE), all(NONE), all(NONE)};
-        for (int j = 0; j < full; j += 4)
+        for (int j = 0; j < KEYS; j += 4)
             for (int i = 0; i < 4; ++i) tops[i] = higher(load(scores + (j + i) * W), tops[i]);
-        const vec top = higher(higher(higher(tops[0], tops[1]), higher(tops[2], tops[3])) * scaling, old);
-        const vec safe = top == NONE ? all(0.0f) : top, factor = power(old - safe);
-        vec sum = load(&s.sum[t * W]) * factor;
-        for (int half = 0; half < full; half += PAIRED) {
-            ivec pairs[TILE];
-            for (int i = 0; i < TILE; ++i) {
-                const vec one = rough_power(load(scores + (half + 2 * i) * W) * scaling - safe), other = rough_power(load(scores + (half + 2 * i + 1) * W) * scaling - safe);
-                sum += one + other;
-                pairs[i] = rounded_pairs(one, other);
+        const vec highest = higher(higher(tops[0], tops[1]), higher(tops[2], tops[3])) * scaling;
+        const vec old = load(&s.top[t * W]), top = highest > old + SLACK ? highest : old, safe = top == NONE ? all(0.0f) : top;
+        if (_mm512_cmp_ps_mask((__m512)old, (__m512)top, _CMP_NEQ_UQ)) rise(t, old, top);
+        const ivec ones = (ivec)_mm512_set1_epi32(0x3f803f80);
+        vec sums[2] = {load(&s.sum[t * W]), vec{}};
+        ivec words[TILE];  // of the weights of two keys
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE; ++i) {
+            const vec one = weight_of(load(scores + i * W) * scaling - safe), other = weight_of(load(scores + (TILE + i) * W) * scaling - safe);
+            words[i] = upper_halves(one, other);
+            sums[i % 2] = add_pairs(sums[i % 2], words[i], ones);
+            if (i % 4 == 3) walk.fetch(4 * WEIGHT_SHARE * lines);
+        }
+        store(&s.sum[t * W], sums[0] + sums[1]);
+        turn(words);
+        char* to = s.weights.data();
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE; ++i, to += 64) {
+            const __m512i x = (__m512i)words[i];
+            _mm512_store_si512(to, _mm512_and_si512(x, _mm512_set1_epi32(0xffff)));
+            _mm512_store_si512(to + TILE_BYTES, _mm512_slli_epi32(x, 16));
+            _mm512_store_si512(to + 2 * TILE_BYTES, _mm512_srli_epi32(x, 16));
+            _mm512_store_si512(to + 3 * TILE_BYTES, _mm512_and_si512(x, _mm512_set1_epi32(int32_t(0xffff0000))));
+        }
+    }
+    // Adds the values of a block to a head's sums of 32 columns, or of BOTH these and the next 32.
+    template <bool BOTH> void gather(int h, int d, int num_groups) {
+        constexpr int COLUMNS = BOTH ? 2 * PAIRED : PAIRED;
+        const char* weights = s.weights.data() + h % per_tile * height * 64;
+        float *out = out_of(h, d), *more = out + height * PAIRED;
+        _tile_loadd(2, out, 4 * PAIRED);
+        _tile_loadd(3, out + W, 4 * PAIRED);
+        if (BOTH) { _tile_loadd(4, more, 4 * PAIRED); _tile_loadd(5, more + W, 4 * PAIRED); }
+        for (int g = 0; g < num_groups; ++g, weights += 2 * TILE_BYTES) {
+            walk.fetch(VALUE_SHARE * lines);
+            const int64_t at = h * value_head + 2 * d, stride = values[g] ? value_bytes : 2 * COLUMNS;
+            const char* rows = values[g] ? values[g] + at : copy(slots + g * TILE, first_value + at, value_bytes, step.Dv - d, COLUMNS, s.narrow_v.data());
+            _tile_loadd(1, weights, 64);
+            _tile_loadd(6, rows, stride);
+            _tile_dpbf16ps(2, 1, 6);
+            if (BOTH) {
+                _tile_loadd(7, rows + 64, stride);
+                _tile_dpbf16ps(4, 1, 7);
             }
-            turn(pairs);
-            char* tile = s.weights.data() + int64_t(t) * KEYS * W * 2 + half / PAIRED * TILE_BYTES;
-            for (int i = 0; i < TILE; ++i) *reinterpret_cast<loose_ints*>(tile + 64 * i) = pairs[i];
+            _tile_loadd(1, weights + TILE_BYTES, 64);
+            _tile_dpbf16ps(3, 1, 6);
+            if (BOTH) _tile_dpbf16ps(5, 1, 7);
         }
-        store(&s.top[t * W], top), store(&s.sum[t * W], sum), store(&s.decay[t * W], factor);
+        _tile_stored(2, out, 4 * PAIRED);
+        _tile_stored(3, out + W, 4 * PAIRED);
+        if (BOTH) { _tile_stored(4, more, 4 * PAIRED); _tile_stored(5, more + W, 4 * PAIRED); }
     }
-    void scale(int h) {
-        const float* decay = &s.decay[h / per_tile * W + h % per_tile * height];
-        for (int r = 0; r < height; ++r) {
-            if (decay[r] == 1.0f) continue;
-            float* out = out_of(h, r, 0);
-            for (int d = 0; d < out_width; d += PAIRED, out += height * PAIRED) store(out, load(out) * decay[r]), store(out + W, load(out + W) * decay[r]);
-        }
-    }
-    // 32 columns of a row, or the n that are left.
-    template <bool WHOLE> static ivec loaded(const char* from, int n) {
-        if (WHOLE || n >= PAIRED) return load_ints(from);
-        return (ivec)_mm512_maskz_loadu_epi16((__mmask32(1) << n) - 1, from);
-    }
-    void gather(int h, int num_halves) {
-        const char* weights = s.weights.data() + int64_t(h / per_tile) * KEYS * W * 2 + h % per_tile * height * 64;
-        for (int d = 0; d < out_width; d += PAIRED) {
-            float* out = out_of(h, 0, d);
-            _tile_loadd(4, out, 4 * PAIRED);
-            _tile_loadd(5, out + W, 4 * PAIRED);
-            for (int half = 0; half < num_halves; ++half) {
-                const char* v = s.narrow_v.data() + h * v_bytes + half * half_bytes + d / PAIRED * 2 * TILE_BYTES;
-                _tile_loadd(6, weights + half * TILE_BYTES, 64);
-                _tile_loadd(3, v, 64);
-                _tile_dpbf16ps(4, 6, 3);
-                _tile_loadd(7, v + TILE_BYTES, 64);
-                _tile_dpbf16ps(5, 6, 7);
+    void write_results() {
+        const __m512i front = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
+        for (int h = 0; h < num_heads; ++h)
+            for (int r = 0; r < height; ++r) {
+                const float* out = out_of(h, 0) + r * PAIRED;
+                for (int d = 0; d < out_width; d += PAIRED, out += height * PAIRED) {
+                    const __m512 even = (__m512)load(out), odd = (__m512)load(out + W);
+                    store(s.row.data() + d, (vec)_mm512_permutex2var_ps(even, front, odd)), store(s.row.data() + d + W, (vec)_mm512_permutex2var_ps(even, back, odd));
+                }
+                const int at = h / per_tile * W + h % per_tile * height + r;
+                finish(step, item, item.head + h, r, s.row.data(), s.top[at], s.sum[at]);
             }
-            _tile_stored(4, out, 4 * PAIRED);
-            _tile_stored(5, out + W, 4 * PAIRED);
-        }
     }
     void run() {
         const FewShapes shapes(height);
         _tile_loadconfig(&shapes);
         prepare();
         const Seen seen(step, item, s, num_tiles * lanes + W);
-        const int32_t* slots = step.slots(item);
+        const int32_t* of = step.slots(item);
         for (int key = item.key; key < item.key_end; key += KEYS) {
-            const int num = std::min(KEYS, item.key_end - key), num_halves = (num + PAIRED - 1) / PAIRED;
-            find(slots + key, item.key_end - key);
-            // K and V of a few keys at a time, since the CPU fetches on its own what follows them. Fetches
-            // by the program make it slower: benchmarks/results/native-cpu.md.
-            for (int half = 0; half < num_halves; ++half) {
-                for (int h = 0; h < num_heads; ++h) multiply(h, 2 * half);
-                if (step.Dv == out_width) pack<true>(half * PAIRED);
-                else pack<false>(half * PAIRED);
-            }
-            for (int t = 0; t < num_tiles; ++t) weigh(seen, t, key, num);
-            settle();
-            for (int h = 0; h < num_heads; ++h) {
-                scale(h);
+            const int left = item.key_end - key, num = std::min(KEYS, left), num_groups = (num + TILE - 1) / TILE;
+            find(of + key, left);
+            for (int t = 0; t < num_tiles; ++t) {
+                multiply(t, num_groups);
+                weigh(seen, t, key, num);
                 settle();
-                gather(h, num_halves);
+                for (int h = t * per_tile; h < end_of(t); ++h)
+                    for (int d = 0; d < out_width; d += 2 * PAIRED) d + PAIRED < out_width ? gather<true>(h, d, num_groups) : gather<false>(h, d, num_groups);
                 settle();
             }
         }
         _tile_release();
-        for (int h = 0; h < num_heads; ++h)
-            for (int r = 0; r < height; ++r) {
-                for (int d = 0; d < out_width; d += PAIRED) restore_pairs(load(out_of(h, r, d)), load(out_of(h, r, d) + W), s.row.data() + d);
-                const int at = h / per_tile * W + h % per_tile * height + r;
-                finish(step, item, item.head + h, r, s.row.data(), s.top[at], s.sum[at]);
-            }
+        write_results();
     }
 };
 

@@ -2,7 +2,7 @@
 //
 // scores[key][row] = K . Q', so rows of K are read as they lie and Q is packed once; the weights are
 // rounded to bfloat16 and turned round, 16 rows by 16 pairs of keys at a time, and V is packed in
-// pairs of keys, once for all rows of the item.
+// pairs of keys, once for all rows of the item. Its columns lie in the order of `first_pairs`.
 #pragma once
 
 #include "columns.h"
@@ -17,6 +17,7 @@ constexpr bool HAS_TILES = true;
 constexpr int TILE = 16;        // rows of a tile, and words of 32 bits in one
 constexpr int TILE_KEYS = 64;   // of a block
 constexpr int PAIRED = 2 * TILE;
+constexpr float SLACK = 8;      // a row's results are scaled when a logit exceeds theirs by more
 
 // Linux grants the unit's state to a process that asks for it.
 static inline bool ask_for_tiles() {
@@ -109,11 +110,12 @@ template <Type T> struct Tiles {
     void prepare() {
         s.narrow_k.assign(size_t(TILE_KEYS) * k_row, 0);
         s.narrow_v.assign(size_t(TILE_KEYS + 2) * v_row, 0);
-        s.weights.resize(size_t(padded) * TILE_KEYS * 2);
-        s.scores.resize(size_t(padded) * TILE_KEYS);
+        s.weights.resize(size_t(PAIRED) * TILE_KEYS * 2);
+        s.scores.resize(size_t(PAIRED) * TILE_KEYS);
         s.out.assign(size_t(padded) * out_width, 0.0f);
         s.top.assign(padded, NONE), s.sum.assign(padded, 0.0f), s.decay.resize(padded);
         pack_queries(step, item, width, s);
+        s.row.resize(out_width);
     }
     void fill(const int32_t* slots, int num) {
         char *keys = s.narrow_k.data(), *packed = s.narrow_v.data(), *pair = packed + TILE_KEYS * v_row;
@@ -129,65 +131,88 @@ template <Type T> struct Tiles {
                 }
                 one = pair, other = pair + v_row;
             }
-            for (int d = 0; d < out_width; d += W) {
-                const ivec low = __builtin_convertvector(*reinterpret_cast<const loose_halves*>(one + 2 * d), ivec);
-                const ivec high = __builtin_convertvector(*reinterpret_cast<const loose_halves*>(other + 2 * d), ivec);
-                *reinterpret_cast<loose_ints*>(packed + j * v_row + 4 * d) = low | high << 16;
+            for (int d = 0; d < out_width; d += PAIRED) {
+                const ivec a = load_ints(one + 2 * d), b = load_ints(other + 2 * d);
+                ivec* to = reinterpret_cast<ivec*>(packed + j * v_row + 4 * d);
+                to[0] = first_pairs(a, b), to[1] = last_pairs(a, b);
             }
         }
     }
-    void multiply(int num) {
+    // The scores of 32 rows, or of the last 16.
+    void multiply(int r, int num) {
+        const char* queries = s.narrow_q.data() + r * k_row;
         settle();
-        for (int r = 0; r < padded; r += PAIRED)
-            for (int j = 0; j < num; j += PAIRED) {
-                const char *keys = s.narrow_k.data() + j * k_row, *queries = s.narrow_q.data() + r * k_row;
-                float* scores = s.scores.data() + int64_t(j) * padded + r;
-                if (r + TILE < padded) tile_scores<2>(keys, queries, width, scores, padded);
-                else tile_scores<1>(keys, queries, width, scores, padded);
-            }
+        for (int j = 0; j < num; j += PAIRED) {
+            const char* keys = s.narrow_k.data() + j * k_row;
+            float* scores = s.scores.data() + j * PAIRED;
+            if (r + TILE < padded) tile_scores<2>(keys, queries, width, scores, PAIRED);
+            else tile_scores<1>(keys, queries, width, scores, PAIRED);
+        }
         settle();
     }
-    void weigh(const Seen& seen, int key, int num, const int32_t* next, int num_next) {
-        float* scores = s.scores.data();
+    // Makes earlier results of 16 rows relative to higher logits.
+    __attribute__((noinline)) void rise(int r, const vec& old, const vec& top) {
+        const vec factor = power(old - (top == NONE ? all(0.0f) : top));
+        store(&s.top[r], top), store(&s.decay[r], factor), store(&s.sum[r], load(&s.sum[r]) * factor);
+        scale_rows(s.out.data() + int64_t(r) * out_width, out_width, &s.decay[r], TILE);
+    }
+    // The weights of 16 rows.
+    void weigh(const Seen& seen, int r, int key, int num) {
+        float* scores = s.scores.data() + r % PAIRED;
         const float scaling = step.scaled_later() ? step.scaling : 1.0f;
         if (!step.scaled_later())
-            for (int at = 0; at < num * padded; at += W) {
-                vec x = load(scores + at) * step.scaling;
-                if (c.cap > 0) x = capped(x, c.cap);
-                store(scores + at, x);
+            for (int j = 0; j < num; ++j) {
+                const vec x = load(scores + j * PAIRED) * step.scaling;
+                store(scores + j * PAIRED, c.cap > 0 ? capped(x, c.cap) : x);
             }
-        for (int r = 0; r < padded; r += TILE) {
-            fetch_rows<T>(step, item, next, num_next * r / padded, num_next * (r + TILE) / padded);
-            seen.hide(scores + r, padded, r, key, 0, num);
-            Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r], scaling);
-            for (int half = 0; half < num; half += PAIRED) {
-                ivec pairs[TILE];
-                for (int i = 0; i < TILE; ++i) {
-                    const int j = half + 2 * i;
-                    const vec one = j < num ? rough_power(load(scores + int64_t(j) * padded + r) * scaling - rows.safe) : vec{};
-                    const vec other = j + 1 < num ? rough_power(load(scores + int64_t(j + 1) * padded + r) * scaling - rows.safe) : vec{};
-                    rows.sum += one + other;
-                    pairs[i] = rounded_pairs(one, other);
-                }
-                turn(pairs);
-                char* tile = s.weights.data() + int64_t(r) * TILE_KEYS * 2 + half / PAIRED * 1024;
-                for (int i = 0; i < TILE; ++i) *reinterpret_cast<loose_ints*>(tile + 64 * i) = pairs[i];
+        seen.hide(scores, PAIRED, r, key, 0, num);
+        const int full = round_up(num, PAIRED);
+        for (int j = num; j < full; ++j) store(scores + j * PAIRED, all(NONE));
+        vec tops[4] = {all(NONE), all(NONE), all(NONE), all(NONE)};
+        for (int j = 0; j < full; j += 4)
+            for (int i = 0; i < 4; ++i) tops[i] = higher(load(scores + (j + i) * PAIRED), tops[i]);
+        const vec highest = higher(higher(tops[0], tops[1]), higher(tops[2], tops[3])) * scaling;
+        const vec old = load(&s.top[r]), top = highest > old + SLACK ? highest : old, safe = top == NONE ? all(0.0f) : top;
+        if (_mm512_cmp_ps_mask((__m512)old, (__m512)top, _CMP_NEQ_UQ)) rise(r, old, top);
+        const ivec ones = (ivec)_mm512_set1_epi32(0x3f803f80);
+        vec sums[2] = {load(&s.sum[r]), vec{}};
+        char* tile = s.weights.data() + r % PAIRED * TILE_KEYS * 2;
+        for (int half = 0; half < full; half += PAIRED, tile += 1024) {
+            ivec words[TILE];
+#pragma GCC unroll 16
+            for (int i = 0; i < TILE; ++i) {
+                const float* at = scores + (half + 2 * i) * PAIRED;
+                words[i] = upper_halves(weight_of(load(at) * scaling - safe), weight_of(load(at + PAIRED) * scaling - safe));
+                sums[i % 2] = add_pairs(sums[i % 2], words[i], ones);
             }
-            store(&s.sum[r], rows.sum);
+            turn(words);
+            for (int i = 0; i < TILE; ++i) *reinterpret_cast<loose_ints*>(tile + 64 * i) = words[i];
         }
-        scale_rows(s.out.data(), out_width, s.decay.data(), height);
+        store(&s.sum[r], sums[0] + sums[1]);
     }
-    void gather(int num) {
+    void gather(int r, int num) {
         settle();
         const int num_halves = (num + PAIRED - 1) / PAIRED;
-        for (int d = 0; d < out_width; d += PAIRED)
-            for (int r = 0; r < padded; r += PAIRED) {
-                const char *weights = s.weights.data() + int64_t(r) * TILE_KEYS * 2, *values = s.narrow_v.data() + 4 * d;
-                float* out = s.out.data() + int64_t(r) * out_width + d;
-                if (r + TILE < padded) tile_mix<2>(weights, values, out_width, num_halves, out, out_width);
-                else tile_mix<1>(weights, values, out_width, num_halves, out, out_width);
-            }
+        for (int d = 0; d < out_width; d += PAIRED) {
+            const char *weights = s.weights.data(), *values = s.narrow_v.data() + 4 * d;
+            float* out = s.out.data() + int64_t(r) * out_width + d;
+            if (r + TILE < padded) tile_mix<2>(weights, values, out_width, num_halves, out, out_width);
+            else tile_mix<1>(weights, values, out_width, num_halves, out, out_width);
+        }
         settle();
+    }
+    // 32 rows at a time, so that their scores and weights stay in the first cache.
+    void meet(const Seen& seen, int key, int num, const int32_t* next, int num_next) {
+        for (int r = 0; r < padded; r += PAIRED) {
+            const int end = std::min(padded, r + PAIRED);
+            fetch_rows<T>(step, item, next, num_next * r / padded, num_next * end / padded);
+            int low, high;
+            seen.bounds(r, end - r, key, num, low, high);
+            if (low >= high) continue;
+            multiply(r, num);
+            for (int at = r; at < end; at += TILE) weigh(seen, at, key, num);
+            gather(r, num);
+        }
     }
     void run() {
         const TileShapes shapes;
@@ -198,12 +223,14 @@ template <Type T> struct Tiles {
         for (int key = item.key; key < item.key_end; key += TILE_KEYS) {
             const int num = std::min(TILE_KEYS, item.key_end - key), left = item.key_end - key - num;
             fill(slots + key, num);
-            multiply(num);
-            weigh(seen, key, num, slots + key + num, std::min(TILE_KEYS, left));
-            gather(num);
+            meet(seen, key, num, slots + key + num, std::min(TILE_KEYS, left));
         }
         _tile_release();
-        for (int r = 0; r < height; ++r) finish(step, item, item.head, r, s.out.data() + int64_t(r) * out_width, s.top[r], s.sum[r]);
+        for (int r = 0; r < height; ++r) {
+            const float* out = s.out.data() + int64_t(r) * out_width;
+            for (int d = 0; d < out_width; d += PAIRED) restore_pairs(load(out + d), load(out + d + W), s.row.data() + d);
+            finish(step, item, item.head, r, s.row.data(), s.top[r], s.sum[r]);
+        }
     }
 };
 

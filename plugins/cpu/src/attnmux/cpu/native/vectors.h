@@ -200,6 +200,23 @@ static inline void restore_pairs(vec first, vec last, float* to) {
     store(to, __builtin_shufflevector(first, last, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
     store(to + W, __builtin_shufflevector(first, last, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
 }
+// 2^x within 5e-6, plus half a unit of bfloat16, so that its upper half is the rounded weight.
+static inline vec weight_of(vec x) {
+    constexpr float SHIFT = 12582912.0f;  // leaves an integer in the low bits
+    x = higher(all(-127.0f), x);
+    const vec shifted = (vec)_mm512_add_round_ps((__m512)x, _mm512_set1_ps(SHIFT), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const vec part = x - (shifted - SHIFT);
+    vec y = all(0.01353097f);
+    y = y * part + 0.05201713f;
+    y = y * part + 0.24144037f;
+    y = y * part + 0.69300354f;
+    y = y * part + (1.0f + 1.0f / 256);
+    return (vec)((ivec)y + ((ivec)shifted << 23));
+}
+// Words of two such weights.
+static inline ivec upper_halves(vec one, vec other) {
+    return (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)one, 16), (__m512i)other);
+}
 #else
 constexpr bool HAS_PAIRS = false;
 static inline vec add_pairs(vec sum, ivec, ivec) { return sum; }
