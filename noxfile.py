@@ -13,6 +13,8 @@ nox.options.sessions = ["lint", "typecheck", "tests"]
 nox.options.default_venv_backend = "uv|virtualenv"
 # Containers often set it. The hundreds of processes of a run would each compile torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# uv has certificates of its own; pip takes the system's, which a proxy may need.
+os.environ.setdefault("UV_SYSTEM_CERTS", "1")
 
 ROOT = Path(__file__).parent
 PLUGINS = sorted(
