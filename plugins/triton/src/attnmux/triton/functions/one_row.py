@@ -29,8 +29,8 @@ class Blocks:
     stages: int = 4
     """Blocks that are read ahead."""
     warps: int = 4
-    before: bool = False
-    """Whether the first block is read before the previous launch ends."""
+    before: int = 0
+    """Columns that are read before the previous launch ends, a multiple of `columns`."""
 
 
 BLOCKS = Blocks()
@@ -171,7 +171,7 @@ def multiply_row(
         tuple(each is None for each in given),
         around.gate,
         around.norm_offset,
-        width % blocks.columns == 0,
+        width % blocks.columns == 0 and width >= blocks.before,
         x.is_cuda,
         blocks,
     )(

@@ -20,37 +20,19 @@ def activate(values, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_tile(weights, start, width, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_K columns of rows of the weight, which nothing reads again."""
-    column = start + tl.arange(0, BLOCK_K)
-    return tl.load(
-        weights + column[None, :],
-        mask=None if IS_EVEN else (column < width)[None, :],
-        other=None if IS_EVEN else 0.0,
-        eviction_policy="evict_first",
-    )
-
-
-@triton.jit
-def load_values(x, start, width, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_K columns of a row, in float32."""
-    column = start + tl.arange(0, BLOCK_K)
-    mask = None if IS_EVEN else column < width
-    return tl.load(x + column, mask=mask, other=None if IS_EVEN else 0.0).to(tl.float32)
-
-
-@triton.jit
-def add_products(
-    sums, squares, tile, x, norm_weight, start, width,
-    NORM_OFFSET: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
+def load_blocks(
+    rows, start, width, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr, EVICTS: tl.constexpr
 ):  # fmt: skip
-    """Add a tile's products to sums [BLOCK_N, BLOCK_K], and squares of x to squares [BLOCK_K]."""
-    values = load_values(x, start, width, IS_EVEN, BLOCK_K)
-    if norm_weight is not None:
-        squares += values * values
-        values *= load_values(norm_weight, start, width, IS_EVEN, BLOCK_K) + NORM_OFFSET
-    sums += tile.to(tl.float32) * values[None, :]
-    return sums, squares
+    """BLOCK_K columns of rows [BLOCK_N, 1], or of one row. EVICTS: nothing reads them again."""
+    column = start + tl.arange(0, BLOCK_K)
+    if len(rows.shape) > 0:
+        column = column[None, :]
+    return tl.load(
+        rows + column,
+        mask=None if IS_EVEN else column < width,
+        other=None if IS_EVEN else 0.0,
+        eviction_policy="evict_first" if EVICTS else "",
+    )
 
 
 @triton.jit(do_not_specialize=["num_out", "num_rotated"])
@@ -64,9 +46,9 @@ def multiply_row(
 
     x [width], weight [num_out, width] with contiguous rows, bias [num_out] or None, out [num_out],
     all of one dtype. A program reads BLOCK_N rows of the weight in blocks of BLOCK_K columns,
-    STAGES of them ahead. IS_EVEN: width is a multiple of BLOCK_K. OVERLAPS: the launch begins
+    STAGES of them ahead. IS_EVEN: width is a multiple of BLOCK_K and not below BEFORE. OVERLAPS: the launch begins
     before the previous one ends and waits for its results, and lets the next launch begin.
-    BEFORE: the first block is read before this wait.
+    BEFORE: as many columns are read before this wait, a multiple of BLOCK_K.
 
     norm_weight [width]: x is divided by its root mean square, with eps float32 added to the mean,
     and multiplied by norm_weight + NORM_OFFSET. None if x stays as it is.
@@ -87,10 +69,16 @@ def multiply_row(
         pair = row // 2
         row = pair // half * (2 * half) + pair % half + row % 2 * half
     weights = weight + row.to(tl.int64)[:, None] * weight_stride
-    if BEFORE:
-        first = load_tile(weights, 0, width, IS_EVEN, BLOCK_K)
+    if BEFORE > 0:
+        first = load_blocks(weights, 0, width, IS_EVEN, BEFORE, True)
     await_previous(OVERLAPS)
     # These are under way while the weight is read.
+    if BEFORE > 0:
+        # A row of x for each of the weight: in other registers it would be exchanged at once.
+        first_x = load_blocks(x + row[:, None] * 0, 0, width, IS_EVEN, BEFORE, False)
+        if norm_weight is not None:
+            norms = norm_weight + row[:, None] * 0
+            first_norm = load_blocks(norms, 0, width, IS_EVEN, BEFORE, False)
     if bias is not None:
         biases = tl.load(bias + row)
     if residual is not None:
@@ -101,18 +89,24 @@ def multiply_row(
     # Added up once at the end: a sum over the columns of each block would exchange values of warps.
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    if BEFORE:
-        sums, squares = add_products(
-            sums, squares, first, x, norm_weight, 0, width, NORM_OFFSET, IS_EVEN, BLOCK_K
-        )
-    for start in tl.range(BLOCK_K if BEFORE else 0, width, BLOCK_K, num_stages=STAGES):
-        tile = load_tile(weights, start, width, IS_EVEN, BLOCK_K)
-        sums, squares = add_products(
-            sums, squares, tile, x, norm_weight, start, width, NORM_OFFSET, IS_EVEN, BLOCK_K
-        )
+    for start in tl.range(BEFORE, width, BLOCK_K, num_stages=STAGES):
+        values = load_blocks(x, start, width, IS_EVEN, BLOCK_K, False).to(tl.float32)
+        tile = load_blocks(weights, start, width, IS_EVEN, BLOCK_K, True)
+        if norm_weight is not None:
+            squares += values * values
+            norm = load_blocks(norm_weight, start, width, IS_EVEN, BLOCK_K, False)
+            values *= norm.to(tl.float32) + NORM_OFFSET
+        sums += tile.to(tl.float32) * values[None, :]
     result = tl.sum(sums, 1)
+    square = tl.sum(squares)
+    if BEFORE > 0:
+        values = first_x.to(tl.float32)
+        if norm_weight is not None:
+            square += tl.sum(values * values, 1)
+            values *= first_norm.to(tl.float32) + NORM_OFFSET
+        result += tl.sum(first.to(tl.float32) * values, 1)
     if norm_weight is not None:
-        result *= tl.rsqrt(tl.sum(squares) / width + eps)
+        result *= tl.rsqrt(square / width + eps)
     if bias is not None:
         result += biases.to(tl.float32)
     result = result.to(out.dtype.element_ty)

@@ -1,0 +1,249 @@
+"""What models do before and after a product of one row, found in the graphs of compiled layers.
+
+Norms, activations and rotations are written here as models write them, and traced as the compiler
+traces a model, so that a graph has the same operations. What looks otherwise stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import Match, PatternExpr, fwd_only, fx_to_pattern
+from torch._ops import OpOverload
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Node = torch.fx.Node
+Tensor = torch.Tensor
+
+
+def normed(x: Tensor, eps: Tensor) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    return weight * normed(x, eps).to(x.dtype)
+
+
+def norm_from_one(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    return (normed(x, eps) * (1.0 + weight.float())).to(x.dtype)
+
+
+NORMS = ((norm, 0.0), (norm_from_one, 1.0))
+"""Norms, and what each adds to its weight."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    return ACTIVATIONS[name](gate) * up
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+@cache
+def _pattern(
+    function: Callable[..., Tensor], names: tuple[str, ...], width: int, dtype: torch.dtype
+) -> PatternExpr:
+    """The operations of a function of rows [1, 1, 1, width] and an eps."""
+    rows = {name: torch.ones(1, 1, 1, width, dtype=dtype) for name in names}
+    given = {**rows, "eps": torch.ones(())} if "eps" in names else rows
+    with torch.no_grad():
+        return fx_to_pattern(fwd_only(function, [*given.values()]), argnames=names)
+
+
+_gates = {name: partial(gated, name) for name in ACTIVATIONS}
+
+
+def fuse(graph: torch.fx.Graph, ops: Mapping[OpOverload, OpOverload]) -> None:
+    """Replace products with what is around them.
+
+    ops: by the op of a `LinearKernel`, its op for products with what is around them.
+    """
+    for product in [*graph.nodes]:
+        if product.op == "call_function" and product.target in ops:
+            _fuse(graph, product, ops[product.target])
+
+
+def _fuse(graph: torch.fx.Graph, product: Node, op: OpOverload) -> None:
+    x, weight, bias = product.args
+    before = _norm_before(product)
+    after, given = _after(product)
+    if not before and not given:
+        return
+    with graph.inserting_before(after):
+        arguments = (before.pop("x", x), weight, bias)
+        fused = graph.call_function(op, arguments, {**before, **given})
+    fused.meta.update(after.meta)
+    after.replace_all_uses_with(fused)
+    # What follows counts users
+    graph.eliminate_dead_code()
+
+
+def _norm_before(product: Node) -> dict[str, Any]:
+    """x and the arguments of a norm whose only use is a product; nothing without one."""
+    node = product.args[0]
+    if not isinstance(node, Node) or len(node.users) > 1:
+        return {}
+    width, dtype = _value(node).shape[-1], _value(node).dtype
+    for function, offset in NORMS:
+        match = _match(function, ("x", "weight", "eps"), node, width, dtype)
+        if match is None:
+            continue
+        x, weight, eps = (match.kwargs[name] for name in ("x", "weight", "eps"))
+        eps = _narrowed(eps)
+        if eps is not None and _value(weight).dtype is _value(x).dtype is dtype:
+            return {"x": x, "norm_weight": weight, "norm_offset": offset, "eps": eps}
+    return {}
+
+
+def _narrowed(eps: object) -> Node | None:
+    """The number on the host that a norm adds, as a tensor [] of the graph's inputs."""
+    if isinstance(eps, Node) and eps.target is prims.convert_element_type.default:
+        eps = eps.args[0]
+    is_number = isinstance(eps, Node) and eps.op == "placeholder"
+    if not is_number or _value(eps).dim() or _value(eps).device.type != "cpu":
+        return None
+    return eps
+
+
+def _after(product: Node) -> tuple[Node, dict[str, Any]]:
+    """The node that a product with what follows it replaces, and the arguments of what follows."""
+    for find in (_residual_after, _gate_after, _rotation_after):
+        found = find(product)
+        if found is not None:
+            return found
+    return product, {}
+
+
+def _residual_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
+    """A sum with rows of the same shape."""
+    if len(product.users) != 1:
+        return None
+    (node,) = product.users
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    (other,) = [each for each in node.args if each is not product] or [None]
+    if not isinstance(other, Node) or not _are_alike(other, product):
+        return None
+    return node, {"residual": other}
+
+
+def _gate_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
+    """An activation of the first half, times the second half."""
+    width, dtype = _value(product).shape[-1], _value(product).dtype
+    halves = [_columns(user, product) for user in product.users]
+    if sorted(filter(None, halves)) != [(0, width // 2), (width // 2, width)]:
+        return None
+    (up,) = [user for user in product.users if _columns(user, product) == (width // 2, width)]
+    for node in up.users:
+        for name, function in _gates.items():
+            match = _match(function, ("gate", "up"), node, width // 2, dtype)
+            if match is not None and match.kwargs["up"] is up:
+                gate = match.kwargs["gate"]
+                if _columns(gate, product) == (0, width // 2):
+                    return node, {"gate": name}
+    return None
+
+
+def _rotation_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
+    """Rotated heads, from the first column on. Their nodes are replaced by the product's own, which
+    then come rotated."""
+    found = {}
+    for part in product.users:
+        columns = _columns(part, product)
+        rotation = None if columns is None else _rotation_of(part)
+        if rotation is not None:
+            found[columns] = rotation
+    stop, tables = 0, set()
+    for (start, end), (node, heads, cos, sin) in sorted(found.items(), key=lambda item: item[0]):
+        if start != stop:
+            return None
+        stop = end
+        tables.add((cos, sin))
+    if len(tables) != 1:
+        return None
+    for node, heads, _, _ in found.values():
+        node.replace_all_uses_with(heads)
+    ((cos, sin),) = tables
+    return product, {"cos": cos, "sin": sin, "num_rotated": stop}
+
+
+Rotation = tuple[Node, Node, Node, Node]
+
+
+def _rotation_of(part: Node) -> Rotation | None:
+    """(the result, its heads [1, H, 1, D], cos, sin) of columns of a product, if heads are all that
+    they are, and the rotation is all that becomes of them."""
+    heads = _only_user(_only_user(part, aten.reshape.default), aten.permute.default)
+    if heads is None or _value(heads).dim() != 4 or _value(heads).shape[2] != 1:
+        return None
+    width, dtype = _value(heads).shape[-1], _value(heads).dtype
+    for node in [second for first in heads.users for second in first.users]:
+        match = _match(rotated, ("x", "cos", "sin"), node, width, dtype)
+        if match is None or match.kwargs["x"] is not heads:
+            continue
+        if not all(user in match.nodes for user in heads.users):
+            return None
+        cos, sin = (_table(match.kwargs[name], width, dtype) for name in ("cos", "sin"))
+        return None if cos is None or sin is None else (node, heads, cos, sin)
+    return None
+
+
+def _table(node: object, width: int, dtype: torch.dtype) -> Node | None:
+    """An input of the graph, if it has a value for each column."""
+    if isinstance(node, Node) and node.target is aten.unsqueeze.default:
+        node = node.args[0]
+    if not isinstance(node, Node) or node.op != "placeholder":
+        return None
+    fits = _value(node).numel() == width and _value(node).dtype is dtype
+    return node if fits else None
+
+
+def _match(
+    function: Callable[..., Tensor],
+    names: tuple[str, ...],
+    node: Node,
+    width: int,
+    dtype: torch.dtype,
+) -> Match | None:
+    match = _pattern(function, names, width, dtype).match(node)
+    return match if isinstance(match, Match) else None
+
+
+def _columns(node: object, product: Node) -> tuple[int, int] | None:
+    """The first column and the one after the last, if a node is a part of a product's columns."""
+    if not isinstance(node, Node) or node.target is not aten.slice.Tensor or len(node.args) != 4:
+        return None
+    whole, dim, start, end = node.args
+    last = _value(product).dim() - 1
+    if whole is not product or dim not in (-1, last) or node.kwargs:
+        return None
+    if not isinstance(start, int) or not isinstance(end, int) or start < 0 or end <= start:
+        return None
+    return start, min(end, _value(product).shape[-1])
+
+
+def _only_user(node: Node | None, target: OpOverload) -> Node | None:
+    users = [] if node is None else [*node.users]
+    return users[0] if len(users) == 1 and users[0].target is target else None
+
+
+def _are_alike(one: Node, other: Node) -> bool:
+    first, second = _value(one), _value(other)
+    return first.shape == second.shape and first.dtype is second.dtype
+
+
+def _value(node: Any) -> Tensor:  # noqa: ANN401  # a node of a tensor
+    value: Tensor = node.meta["val"]
+    return value
