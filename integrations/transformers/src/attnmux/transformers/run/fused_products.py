@@ -6,7 +6,7 @@ traces a model, so that a graph has the same operations. What looks otherwise st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 

@@ -30,10 +30,13 @@ class Blocks:
     """Blocks that are read ahead."""
     warps: int = 4
     before: int = 0
-    """Columns that are read before the previous launch ends, a multiple of `columns`."""
+    """Columns that are read before the previous launch ends, which must not write the weight: a
+    multiple of `columns`."""
 
 
-BLOCKS = Blocks()
+EAGER = Blocks()
+BLOCKS = Blocks(before=256)
+"""Of compiled code, which writes no weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,7 @@ def multiply_row_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`multiply_row` for compiled code."""
-    return multiply_row(x, weight, bias)
+    return multiply_row(x, weight, bias, blocks=BLOCKS)
 
 
 @multiply_row_op.register_fake
@@ -98,7 +101,7 @@ def multiply_row_fused_op(
         sin=sin,
         num_rotated=num_rotated,
     )
-    return multiply_row(x, weight, bias, around)
+    return multiply_row(x, weight, bias, around, BLOCKS)
 
 
 @multiply_row_fused_op.register_fake
@@ -146,7 +149,7 @@ def multiply_row(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     around: Around = PLAIN,
-    blocks: Blocks | None = None,
+    blocks: Blocks = EAGER,
 ) -> torch.Tensor:
     """x [..., K] of one row times the transposed weight [N, K] plus bias [N]: [..., N], and what is
     around the product, [..., N / 2] if it is gated.
@@ -155,7 +158,6 @@ def multiply_row(
     several dtypes and for shapes that do not fit.
     """
     num_out, width = weight.shape
-    blocks = blocks or BLOCKS
     fits = x.shape[-1:] == (width,) and x.numel() == width and x.dtype is weight.dtype
     if not fits or not (bias is None or (bias.dtype is x.dtype and bias.shape == (num_out,))):
         got = f"x {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
