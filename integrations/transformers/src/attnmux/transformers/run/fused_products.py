@@ -161,22 +161,17 @@ def _rotation_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
     then come rotated."""
     found = {}
     for part in product.users:
-        columns = _columns(part, product)
-        rotation = None if columns is None else _rotation_of(part)
-        if rotation is not None:
+        columns, rotation = _columns(part, product), _rotation_of(part)
+        if columns is not None and rotation is not None:
             found[columns] = rotation
-    stop, tables = 0, set()
-    for (start, end), (node, heads, cos, sin) in sorted(found.items(), key=lambda item: item[0]):
-        if start != stop:
-            return None
-        stop = end
-        tables.add((cos, sin))
-    if len(tables) != 1:
+    starts, stops = zip(*sorted(found), strict=True) if found else ((), ())
+    tables = {(cos, sin) for _, _, cos, sin in found.values()}
+    if (0, *stops[:-1]) != starts or len(tables) != 1:
         return None
     for node, heads, _, _ in found.values():
         node.replace_all_uses_with(heads)
     ((cos, sin),) = tables
-    return product, {"cos": cos, "sin": sin, "num_rotated": stop}
+    return product, {"cos": cos, "sin": sin, "num_rotated": stops[-1]}
 
 
 Rotation = tuple[Node, Node, Node, Node]

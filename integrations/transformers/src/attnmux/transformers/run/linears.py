@@ -26,11 +26,12 @@ class LinearKernel(Protocol):
     def fused(self) -> OpOverload | None:
         """`op` with what models do before and after a product; None if there is none.
 
-        Its arguments after bias are keywords, None or 0 for what is not there: norm_weight [K],
-        norm_offset and eps (a number as a tensor [] on the CPU) of a root mean square norm of x; then
-        one of residual, whose values are added; gate, the activation of the first half of the
-        columns, by which the second half is multiplied ("silu", "gelu" or "gelu_tanh"); cos and sin
-        of D values, which rotate heads of D columns before column num_rotated.
+        Its arguments after the bias are keywords, left out for what is not there. A root mean
+        square norm of x has norm_weight [K], norm_offset and eps, a number as a tensor [] on the
+        CPU. After the product comes one of these: residual, whose N values are added; gate ("silu",
+        "gelu" or "gelu_tanh"), applied to the first half of the columns, which is then multiplied
+        by the second; cos and sin of D values, which rotate the heads of D columns before column
+        num_rotated.
         """
 
     def rows(self, weight: torch.Tensor) -> range:

@@ -46,9 +46,10 @@ def multiply_row(
 
     x [width], weight [num_out, width] with contiguous rows, bias [num_out] or None, out [num_out],
     all of one dtype. A program reads BLOCK_N rows of the weight in blocks of BLOCK_K columns,
-    STAGES of them ahead. IS_EVEN: width is a multiple of BLOCK_K and not below BEFORE. OVERLAPS: the launch begins
-    before the previous one ends and waits for its results, and lets the next launch begin.
-    BEFORE: as many columns are read before this wait, a multiple of BLOCK_K.
+    STAGES of them ahead. IS_EVEN: width is a multiple of BLOCK_K and not below BEFORE. OVERLAPS:
+    the launch begins before the previous one ends and waits for its results, and lets the next
+    launch begin. BEFORE: as many columns of the weight are read before this wait, a multiple of
+    BLOCK_K.
 
     norm_weight [width]: x is divided by its root mean square, with eps float32 added to the mean,
     and multiplied by norm_weight + NORM_OFFSET. None if x stays as it is.
