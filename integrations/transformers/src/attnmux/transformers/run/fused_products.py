@@ -142,31 +142,29 @@ def _residual_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
 def _gate_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
     """An activation of the first half, times the second half."""
     width, dtype = _value(product).shape[-1], _value(product).dtype
-    halves = [_columns(user, product) for user in product.users]
-    if sorted(filter(None, halves)) != [(0, width // 2), (width // 2, width)]:
+    half, parts = width // 2, _parts(product)
+    if sorted(parts) != [(0, half), (half, width)]:
         return None
-    (up,) = [user for user in product.users if _columns(user, product) == (width // 2, width)]
-    for node in up.users:
+    halves = {"gate": parts[0, half], "up": parts[half, width]}
+    for node in halves["up"].users:
         for name, function in _gates.items():
-            match = _match(function, ("gate", "up"), node, width // 2, dtype)
-            if match is not None and match.kwargs["up"] is up:
-                gate = match.kwargs["gate"]
-                if _columns(gate, product) == (0, width // 2):
-                    return node, {"gate": name}
+            match = _match(function, ("gate", "up"), node, half, dtype)
+            if match is not None and match.kwargs == halves:
+                return node, {"gate": name}
     return None
 
 
 def _rotation_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
     """Rotated heads, from the first column on. Their nodes are replaced by the product's own, which
     then come rotated."""
-    found = {}
-    for part in product.users:
-        columns, rotation = _columns(part, product), _rotation_of(part)
-        if columns is not None and rotation is not None:
-            found[columns] = rotation
+    parts = _parts(product)
+    rotations = {columns: _rotation_of(part) for columns, part in parts.items()}
+    found = {columns: each for columns, each in rotations.items() if each is not None}
     starts, stops = zip(*sorted(found), strict=True) if found else ((), ())
     tables = {(cos, sin) for _, _, cos, sin in found.values()}
     if (0, *stops[:-1]) != starts or len(tables) != 1:
+        return None
+    if any(start < stops[-1] for start, _ in parts.keys() - found.keys()):
         return None
     for node, heads, _, _ in found.values():
         node.replace_all_uses_with(heads)
@@ -216,17 +214,43 @@ def _match(
     return match if isinstance(match, Match) else None
 
 
-def _columns(node: object, product: Node) -> tuple[int, int] | None:
-    """The first column and the one after the last, if a node is a part of a product's columns."""
-    if not isinstance(node, Node) or node.target is not aten.slice.Tensor or len(node.args) != 4:
+def _parts(product: Node) -> dict[tuple[int, int], Node]:
+    """By their first column and the one after their last, the parts of the columns of a product
+    that nothing else reads; none if something does."""
+    parts = {}
+    for user in product.users:
+        splits = user.target is aten.split.Tensor
+        for node in [*user.users] if splits else [user]:
+            columns = _split_columns(node) if splits else _slice_columns(node)
+            if columns is None or columns in parts:
+                return {}
+            parts[columns] = node
+    return parts
+
+
+def _slice_columns(node: Node) -> tuple[int, int] | None:
+    if node.target is not aten.slice.Tensor or len(node.args) != 4:
         return None
     whole, dim, start, end = node.args
-    last = _value(product).dim() - 1
-    if whole is not product or dim not in (-1, last) or node.kwargs:
+    return _within(whole, dim, start, end)
+
+
+def _split_columns(node: Node) -> tuple[int, int] | None:
+    split = node.args[0]
+    whole, size, dim = (*split.args, 0)[:3] if isinstance(split, Node) else (None, None, None)
+    index = node.args[1]
+    if not isinstance(size, int) or not isinstance(index, int):
         return None
-    if not isinstance(start, int) or not isinstance(end, int) or start < 0 or end <= start:
+    return _within(whole, dim, index * size, (index + 1) * size)
+
+
+def _within(whole: object, dim: object, start: object, end: object) -> tuple[int, int] | None:
+    """The columns from `start` to `end` of the last dim."""
+    if not isinstance(whole, Node) or not isinstance(start, int) or not isinstance(end, int):
         return None
-    return start, min(end, _value(product).shape[-1])
+    last, width = _value(whole).dim() - 1, _value(whole).shape[-1]
+    is_part = dim in (-1, last) and 0 <= start < end
+    return (start, min(end, width)) if is_part else None
 
 
 def _only_user(node: Node | None, target: OpOverload) -> Node | None:
