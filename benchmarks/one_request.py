@@ -61,8 +61,8 @@ from attnmux.triton.functions.one_row import Around, Blocks, OneRowProducts, mul
 CACHE_BYTES = 256 << 20
 EPS = 1e-6
 USUAL = (
-    *("8,256,4,4,0", "8,256,4,4,256", "8,256,4,4,512", "8,256,4,4,1024"),
-    *("16,256,4,4,256", "16,256,4,8,256", "8,512,3,4,512"),
+    *("8,256,4,4,0", "16,256,4,4,0", "16,256,4,8,0", "32,128,4,4,0", "16,128,6,4,0"),
+    *("8,256,4,4,256", "16,256,4,4,256"),
 )
 Tensor = torch.Tensor
 
@@ -194,12 +194,12 @@ def measure(
 ) -> None:
     """Add the times of a product and of its parts."""
     shape = product.num_out, product.width
-    bfloat16 = {"device": device, "dtype": torch.bfloat16}
+    randn = partial(torch.randn, device=device, dtype=torch.bfloat16)
     count = 2 + CACHE_BYTES // (2 * shape[0] * shape[1]) if device.type == "cuda" else 2
-    weights = [torch.randn(shape, **bfloat16) / shape[1] ** 0.5 for _ in range(count)]
+    weights = [randn(shape) / shape[1] ** 0.5 for _ in range(count)]
     sizes = {"norm": shape[1], "residual": shape[0], "cos": product.dim, "sin": product.dim}
-    given = {name: torch.randn(size, **bfloat16) for name, size in sizes.items()}
-    x, around = torch.randn(1, shape[1], **bfloat16), product.around(given)
+    given = {name: randn(size) for name, size in sizes.items()}
+    x, around = randn(1, shape[1]), product.around(given)
     sides: dict[str, Callable[[Tensor], Tensor]] = {
         name: partial(multiply_row, x, bias=None, around=around, blocks=each)
         for name, each in blocks.items()
@@ -311,13 +311,12 @@ def kernel_of(runner: ModelRunner) -> Any:  # noqa: ANN401  # whose `fused` is s
     if runner.context.device.type == "cpu":
         for layer in runner.model.modules():
             if isinstance(layer, KernelLinear):
-                layer.__class__ = torch.nn.Linear
+                layer.__class__ = torch.nn.Linear  # type: ignore[assignment]  # as it was
         kernel = OneRowProducts()
-        for layer, _, _ in decoder_layers(runner.model):  # the head takes the interpreter minutes
-            multiply_by(kernel, layer)
+        for decoder, _, _ in decoder_layers(runner.model):  # the head takes the interpreter minutes
+            multiply_by(kernel, decoder)
     kernels = {each.kernel for each in runner.model.modules() if isinstance(each, KernelLinear)}
-    (kernel,) = kernels
-    return kernel
+    return kernels.pop()
 
 
 def exact_logits(runner: ModelRunner, tokens: list[int], count: int) -> Tensor:

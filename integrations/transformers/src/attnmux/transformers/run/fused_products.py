@@ -111,10 +111,9 @@ def _narrowed(eps: object) -> Node | None:
     """The number on the host that a norm adds, as a tensor [] of the graph's inputs."""
     if isinstance(eps, Node) and eps.target is prims.convert_element_type.default:
         eps = eps.args[0]
-    is_number = isinstance(eps, Node) and eps.op == "placeholder"
-    if not is_number or _value(eps).dim() or _value(eps).device.type != "cpu":
+    if not isinstance(eps, Node) or eps.op != "placeholder":
         return None
-    return eps
+    return None if _value(eps).dim() or _value(eps).device.type != "cpu" else eps
 
 
 def _after(product: Node) -> tuple[Node, dict[str, Any]]:

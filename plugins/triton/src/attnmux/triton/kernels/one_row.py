@@ -96,7 +96,7 @@ def multiply_row(
         if norm_weight is not None:
             squares += values * values
             norm = load_blocks(norm_weight, start, width, IS_EVEN, BLOCK_K, False)
-            values *= norm.to(tl.float32) + NORM_OFFSET
+            values *= norm.to(tl.float32) if NORM_OFFSET == 0 else norm.to(tl.float32) + NORM_OFFSET
         sums += tile.to(tl.float32) * values[None, :]
     result = tl.sum(sums, 1)
     square = tl.sum(squares)
