@@ -7,7 +7,8 @@
 
 The first table has each product of a layer: `parts` is the product and the compiled code around it,
 the other columns are one kernel with these `--blocks`: rows, columns, stages, warps, and columns
-before the wait. A figure is microseconds of one product, in a graph of as many weights as exceed a
+before the wait. Steps also take two for products with a norm and for others, with a slash between
+them; this table the first. A figure is microseconds of one product, in a graph of as many weights as exceed a
 cache of 256 MB. Errors are the largest ones compared with float64, over the largest value.
 
 The second table has whole steps of a random Llama in bfloat16: `ahead` are launched before the last
@@ -65,6 +66,8 @@ USUAL = (
     *("8,256,4,4,256", "16,256,4,4,256"),
 )
 Tensor = torch.Tensor
+Choice = tuple[Blocks, ...]
+"""Of products with a norm, and of others; of all if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +165,7 @@ def main(
 ) -> None:
     """Print the products' times, then the steps'."""
     place = torch.device(device)
-    blocks = {each: blocks_of(each) for each in chosen}
+    blocks = {words: tuple(map(blocks_of, words.split("/"))) for words in chosen}
     if only != "steps":
         columns = {"": "", "N x K": "", "parts": ".2f", **dict.fromkeys(blocks, ".2f")}
         columns |= {"error": ".4f", "error of parts": ".4f"}
@@ -184,13 +187,18 @@ def main(
             steps(make_random(shape, options), blocks, tokens, rounds, path)
 
 
+def take_blocks(choice: Choice) -> None:
+    """Have compiled code read weights so."""
+    one_row.NORMED_BLOCKS, one_row.PLAIN_BLOCKS = choice[0], choice[-1]
+
+
 def blocks_of(words: str) -> Blocks:
     rows, columns, stages, warps, before = map(int, words.split(","))
     return Blocks(rows=rows, columns=columns, stages=stages, warps=warps, before=before)
 
 
 def measure(
-    product: Product, blocks: dict[str, Blocks], device: torch.device, rounds: int, report: Report
+    product: Product, blocks: dict[str, Choice], device: torch.device, rounds: int, report: Report
 ) -> None:
     """Add the times of a product and of its parts."""
     shape = product.num_out, product.width
@@ -202,7 +210,7 @@ def measure(
     x, around = randn(1, shape[1]), product.around(given)
     sides: dict[str, Callable[[Tensor], Tensor]] = {
         name: partial(multiply_row, x, bias=None, around=around, blocks=each)
-        for name, each in blocks.items()
+        for name, (each, *_) in blocks.items()
     }
     parts = torch.compile(product.parts, dynamic=False)
     sides["parts"] = lambda weight: parts(x, weight, given)
@@ -236,14 +244,14 @@ class Tokens:
 class Way:
     """How decode steps run."""
 
-    blocks: Blocks
+    blocks: Choice
     fused: bool
     graphs: GraphRunner | None
 
 
 def steps(
     runner: ModelRunner,
-    blocks: dict[str, Blocks],
+    blocks: dict[str, Choice],
     tokens: Tokens,
     rounds: int,
     path: Path | None,
@@ -260,14 +268,15 @@ def steps(
         kernel.fused = OneRowProducts.fused if fused else None
         compile_layers(runner.model)
         runner.is_compiled = True
-        for name, each in (blocks if fused else {"unfused": one_row.EAGER}).items():
-            one_row.BLOCKS = each
+        for name, each in (blocks if fused else {"unfused": (one_row.EAGER,)}).items():
+            take_blocks(each)
             ways[name] = Way(blocks=each, fused=fused, graphs=capture(runner)[0])
     took: dict[str, list[Round]] = {name: [] for name in ways}
 
     def take(name: str) -> None:
         way = ways[name]
-        runner.graphs, one_row.BLOCKS = way.graphs, way.blocks
+        runner.graphs = way.graphs
+        take_blocks(way.blocks)
         if way.graphs is None:  # the compiled code itself runs
             torch._dynamo.reset()
             undo(runner.model)

@@ -21,7 +21,8 @@ from attnmux.core import InvalidInput
 pytest.importorskip("triton")
 
 from attnmux.triton.functions.one_row import (  # where there is a Triton
-    BLOCKS,
+    NORMED_BLOCKS,
+    PLAIN_BLOCKS,
     Around,
     Blocks,
     OneRowProducts,
@@ -123,7 +124,8 @@ def test_what_is_around_agrees(name, num_out, width, before, dtype) -> None:
         eps = torch.tensor(around.eps, dtype=torch.float64)
         given = {each.name: getattr(around, each.name) for each in fields(around)}
         by_op = OneRowProducts.fused(x, weight, biased, **{**given, "eps": eps})
-        assert torch.equal(by_op, multiply_row(x, weight, biased, around, BLOCKS))
+        blocks = PLAIN_BLOCKS if around.norm_weight is None else NORMED_BLOCKS
+        assert torch.equal(by_op, multiply_row(x, weight, biased, around, blocks))
 
 
 @pytest.mark.parametrize(
@@ -220,12 +222,12 @@ COMPILED = (0, 256, 1024)
 def main() -> None:
     from compile_kernel import compile_kernel, facts  # noqa: PLC0415  # not the interpreter's
 
-    from attnmux.triton.functions.one_row import BLOCKS  # noqa: PLC0415  # as above
     from attnmux.triton.kernels.one_row import multiply_row  # noqa: PLC0415  # as above
 
     optional = dict.fromkeys(("bias", "norm_weight", "residual", "cos", "sin"), "constexpr")
     always = {"x": WORD, "weight": WORD, "out": WORD, "eps": "fp32"}
     for (name, words), before in itertools.product(FORMS.items(), COMPILED):
+        blocks = NORMED_BLOCKS if "norm" in name else PLAIN_BLOCKS
         compiled = compile_kernel(
             multiply_row,
             {**optional, **always, **words},
@@ -233,18 +235,18 @@ def main() -> None:
                 "NORM_OFFSET": 0.0,
                 "GATE": "silu" if "gate" in name else None,
                 "IS_EVEN": True,
-                "BLOCK_N": BLOCKS.rows,
-                "BLOCK_K": BLOCKS.columns,
-                "STAGES": BLOCKS.stages,
+                "BLOCK_N": blocks.rows,
+                "BLOCK_K": blocks.columns,
+                "STAGES": blocks.stages,
                 "BEFORE": before,
                 "OVERLAPS": True,
             },
-            options={"num_warps": BLOCKS.warps, "launch_pdl": True},
+            options={"num_warps": blocks.warps, "launch_pdl": True},
         )
         ptx = compiled.asm["ptx"]
         first, *others = ptx.split("griddepcontrol.wait")
         counts = {
-            "before": before,
+            "before": before * blocks.rows // 8,
             "waits": len(others),
             "lets begin": ptx.count("griddepcontrol.launch_dependents"),
             "loads before": len(re.findall(r"ld\.global\S*\.v4\.b32", first)),
