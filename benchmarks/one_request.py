@@ -1,15 +1,16 @@
 """A compiled model's decode step of one request, with and without what is around its products.
 
-    python -m benchmarks.one_request [--rounds 5] [--blocks 8,256,4,4,0 ...] [--only steps]
+    python -m benchmarks.one_request [--rounds 5] [--blocks 8,256,4,4 ...] [--only steps]
                                      [--random 3b] [--length 1024] [--new 64] [--json FILE]
     TRITON_INTERPRET=1 python -m benchmarks.one_request --device cpu --random tiny --length 8
                                      --new 2 --forced 2 --rounds 1      small, to try the script
 
 The first table has each product of a layer: `parts` is the product and the compiled code around it,
-the other columns are one kernel with these `--blocks`: rows, columns, stages, warps, and columns
-before the wait. Steps also take two for products with a norm and for others, with a slash between
-them; this table the first. A figure is microseconds of one product, in a graph of as many weights as exceed a
-cache of 256 MB. Errors are the largest ones compared with float64, over the largest value.
+the other columns are one kernel with these `--blocks`: rows, columns, stages, warps, and 1 if the
+weight is prefetched. Steps also take two or three, with slashes between them: for products with a
+norm, for others, and for those after attention; this table takes the first. A figure is
+microseconds of one product, in a graph of as many weights as exceed a cache of 256 MB. Errors are
+the largest ones compared with float64, over the largest value.
 
 The second table has whole steps of a random Llama in bfloat16: `ahead` are launched before the last
 one's token is read, `calls` are the model's calls without a wait. All ways take turns. `error` is
@@ -62,12 +63,12 @@ from attnmux.triton.functions.one_row import Around, Blocks, OneRowProducts, mul
 CACHE_BYTES = 256 << 20
 EPS = 1e-6
 USUAL = (
-    *("8,256,4,4,0", "16,256,4,4,0", "16,256,4,8,0", "32,128,4,4,0", "16,128,6,4,0"),
-    *("8,256,4,4,256", "16,256,4,4,256"),
+    *("8,256,4,4", "16,256,4,4", "16,256,4,8", "32,128,4,4", "16,128,6,4"),
+    *("16,256,4,4/8,256,4,4/8,256,4,4,1", "16,256,4,4/16,256,4,4/16,256,4,4,1"),
 )
 Tensor = torch.Tensor
 Choice = tuple[Blocks, ...]
-"""Of products with a norm, and of others; of all if there is one."""
+"""Of products with a norm, of others, and of those after attention; the last one goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,12 +190,15 @@ def main(
 
 def take_blocks(choice: Choice) -> None:
     """Have compiled code read weights so."""
-    one_row.NORMED_BLOCKS, one_row.PLAIN_BLOCKS = choice[0], choice[-1]
+    one_row.NORMED_BLOCKS, one_row.PLAIN_BLOCKS = choice[0], choice[min(1, len(choice) - 1)]
+    one_row.IDLE_BLOCKS = choice[-1]
 
 
 def blocks_of(words: str) -> Blocks:
-    rows, columns, stages, warps, before = map(int, words.split(","))
-    return Blocks(rows=rows, columns=columns, stages=stages, warps=warps, before=before)
+    rows, columns, stages, warps, *prefetches = map(int, words.split(","))
+    return Blocks(
+        rows=rows, columns=columns, stages=stages, warps=warps, prefetches=prefetches == [1]
+    )
 
 
 def measure(

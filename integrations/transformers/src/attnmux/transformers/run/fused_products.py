@@ -6,17 +6,20 @@ traces a model, so that a graph has the same operations. What looks otherwise st
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._inductor.pattern_matcher import Match, PatternExpr, fwd_only, fx_to_pattern
 from torch._ops import OpOverload
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
 Tensor = torch.Tensor
+VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.permute.default)
 
 
 def normed(x: Tensor, eps: Tensor) -> Tensor:
@@ -79,8 +82,11 @@ def _fuse(graph: torch.fx.Graph, product: Node, op: OpOverload) -> None:
     x, weight, bias = product.args
     before = _norm_before(product)
     after, given = _after(product)
-    if not before and not given:
+    is_idle = _is_attention(x)
+    if not before and not given and not is_idle:
         return
+    if is_idle:
+        given["is_idle"] = True
     with graph.inserting_before(after):
         arguments = (before.pop("x", x), weight, bias)
         fused = graph.call_function(op, arguments, {**before, **given})
@@ -88,6 +94,15 @@ def _fuse(graph: torch.fx.Graph, product: Node, op: OpOverload) -> None:
     after.replace_all_uses_with(fused)
     # What follows counts users
     graph.eliminate_dead_code()
+
+
+def _is_attention(x: object) -> bool:
+    """Whether a product's row is the result of attention."""
+    while isinstance(x, Node) and x.target in VIEWS:
+        x = x.args[0]
+    call = x.args[0] if isinstance(x, Node) and x.target is operator.getitem else None
+    is_call = isinstance(call, Node) and call.target is auto_functionalized_v2
+    return is_call and call.args[0] is torch.ops.attnmux.attention_with_output.default
 
 
 def _norm_before(product: Node) -> dict[str, Any]:

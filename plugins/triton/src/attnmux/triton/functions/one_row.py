@@ -29,9 +29,8 @@ class Blocks:
     stages: int = 4
     """Blocks that are read ahead."""
     warps: int = 4
-    before: int = 0
-    """Columns that are read before the previous launch ends, which must not write the weight: a
-    multiple of `columns`."""
+    prefetches: bool = False
+    """Whether the weight is on its way before the previous launch ends, which must not write it."""
 
 
 EAGER = PLAIN_BLOCKS = Blocks()
@@ -39,6 +38,8 @@ NORMED_BLOCKS = Blocks(rows=16)
 """Of products with a norm: rows share the work on x. The loop of 8 rows issues for 121 of the 198
 cycles that an H200's memory takes to read them, without a norm for 91; that of 16 rows for 163 of
 396."""
+IDLE_BLOCKS = Blocks(prefetches=True)
+"""Of products after attention, which reads little for one request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +92,10 @@ def multiply_row_fused_op(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     num_rotated: int = 0,
+    is_idle: bool = False,
 ) -> torch.Tensor:
-    """`multiply_row` with what is around the product, for compiled code. eps: [] on the CPU."""
+    """`multiply_row` with what is around the product, for compiled code. eps: [] on the CPU.
+    is_idle: the launch before it leaves the memory idle."""
     around = Around(
         norm_weight=norm_weight,
         norm_offset=norm_offset,
@@ -104,6 +107,7 @@ def multiply_row_fused_op(
         num_rotated=num_rotated,
     )
     blocks = PLAIN_BLOCKS if norm_weight is None else NORMED_BLOCKS
+    blocks = IDLE_BLOCKS if is_idle else blocks
     return multiply_row(x, weight, bias, around, blocks)
 
 
@@ -120,6 +124,7 @@ def _(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     num_rotated: int = 0,
+    is_idle: bool = False,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2)))
 
@@ -176,7 +181,7 @@ def multiply_row(
         tuple(each is None for each in given),
         around.gate,
         around.norm_offset,
-        width % blocks.columns == 0 and width >= blocks.before,
+        width % blocks.columns == 0,
         x.is_cuda,
         blocks,
     )(
@@ -230,7 +235,7 @@ def _bound(
             "BLOCK_N": blocks.rows,
             "BLOCK_K": blocks.columns,
             "STAGES": blocks.stages,
-            "BEFORE": blocks.before,
+            "PREFETCHES": blocks.prefetches and overlaps,
             "OVERLAPS": overlaps,
         },
         tensors=("x", "weight", "out", "bias", "norm_weight", "residual", "cos", "sin"),
