@@ -54,7 +54,7 @@ from attnmux.transformers import (
     recall,
 )
 from attnmux.transformers.model.hidden_states import decoder_layers
-from attnmux.transformers.run import fused_products
+from attnmux.transformers.run import product_patterns
 from attnmux.transformers.run.compiled import compile_layers, undo
 from attnmux.transformers.run.linears import KernelLinear, multiply_by
 from attnmux.triton.functions import one_row
@@ -102,15 +102,15 @@ class Product:
         if self.normed and exact:
             x = given["norm"] * x * (x.square().mean() + EPS).rsqrt()
         elif self.normed:
-            x = fused_products.norm(x, given["norm"], torch.tensor(EPS))
+            x = product_patterns.norm(x, given["norm"], torch.tensor(EPS))
         product: Tensor = x @ weight.T if exact else OneRowProducts.op(x, weight, None)
         if self.summed:
             product = given["residual"] + product
         if self.gated:
-            product = fused_products.gated("silu", *product.chunk(2, -1))
+            product = product_patterns.gated("silu", *product.chunk(2, -1))
         if self.dim:
             heads = product[..., : self.num_rotated].view(1, -1, self.dim)
-            turned = fused_products.rotated(heads, given["cos"], given["sin"])
+            turned = product_patterns.rotated(heads, given["cos"], given["sin"])
             product = torch.cat([turned.view(1, -1), product[..., self.num_rotated :]], -1)
         return product
 

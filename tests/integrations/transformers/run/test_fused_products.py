@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.transformers import SequenceState
-from attnmux.transformers.run import fused_products
+from attnmux.transformers.run import product_patterns
 from attnmux.transformers.run.linears import KernelLinear, multiply_by, product_ops
 from attnmux.transformers.run.product_pass import ProductPass
 
@@ -71,11 +71,11 @@ def fused(
         product = product + residual.double()
     if gate is not None:
         low, high = product.chunk(2, -1)
-        product = fused_products.ACTIVATIONS[gate](low) * high
+        product = product_patterns.ACTIVATIONS[gate](low) * high
     if cos is not None:
         dim = cos.shape[-1]
         heads = product[..., :num_rotated].reshape(-1, dim)
-        turned = fused_products.rotated(heads, cos.double().view(dim), sin.double().view(dim))
+        turned = product_patterns.rotated(heads, cos.double().view(dim), sin.double().view(dim))
         product = torch.cat([turned.view(*x.shape[:-1], -1), product[..., num_rotated:]], -1)
     return product.to(x.dtype)
 
@@ -113,7 +113,7 @@ class Norm(torch.nn.Module):
 class Layer(torch.nn.Module):
     """A norm, projections to rows of the same width, and what a test does with them."""
 
-    def __init__(self, after, norm=fused_products.norm, num_out=16) -> None:
+    def __init__(self, after, norm=product_patterns.norm, num_out=16) -> None:
         super().__init__()
         self.norm, self.after = Norm(norm), after
         self.product = torch.nn.Linear(16, num_out)
@@ -131,24 +131,26 @@ def rotate(x, normed, product, cos, sin, order=(0, 1)):
     """Queries of two heads and keys of one; `order`: of the parts that are rotated."""
     parts = [heads(product, 0, 8), heads(product, 8, 12), heads(product, 12, 16)]
     for part in order:
-        parts[part] = fused_products.rotated(parts[part], cos.unsqueeze(1), sin.unsqueeze(1))
+        parts[part] = product_patterns.rotated(parts[part], cos.unsqueeze(1), sin.unsqueeze(1))
     return [part.transpose(1, 2).contiguous() for part in parts]
 
 
 def gate(name):
-    return lambda x, normed, product: fused_products.gated(name, product[..., :8], product[..., 8:])
+    return lambda x, normed, product: product_patterns.gated(
+        name, product[..., :8], product[..., 8:]
+    )
 
 
 FUSED = {
     "residual": (Layer(lambda x, normed, product: x + product), {"residual": True}),
     "the other way": (Layer(lambda x, normed, product: product + x), {"residual": True}),
     "norm from one": (
-        Layer(lambda x, normed, product: product, fused_products.norm_from_one),
+        Layer(lambda x, normed, product: product, product_patterns.norm_from_one),
         {"norm": 1.0},
     ),
-    **{name: (Layer(gate(name)), {"gate": name}) for name in fused_products.ACTIVATIONS},
+    **{name: (Layer(gate(name)), {"gate": name}) for name in product_patterns.ACTIVATIONS},
     "gate of chunks": (
-        Layer(lambda x, normed, p: fused_products.gated("silu", *p.chunk(2, -1))),
+        Layer(lambda x, normed, p: product_patterns.gated("silu", *p.chunk(2, -1))),
         {"gate": "silu"},
     ),
     "rotary": (Layer(rotate), {"num_rotated": 12}),
@@ -161,7 +163,7 @@ LEFT = {
         {"norm": 0.0},
     ),
     "gate of the second half": (
-        Layer(lambda x, normed, p: fused_products.gated("silu", *p.chunk(2, -1)[::-1])),
+        Layer(lambda x, normed, p: product_patterns.gated("silu", *p.chunk(2, -1)[::-1])),
         {"norm": 0.0},
     ),
     "other heads rotated": (Layer(lambda *args: rotate(*args, order=(1,))), {"norm": 0.0}),

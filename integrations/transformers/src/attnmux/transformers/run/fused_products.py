@@ -1,71 +1,24 @@
 """What models do before and after a product of one row, found in the graphs of compiled layers.
 
-Norms, activations and rotations are written here as models write them, and traced as the compiler
-traces a model, so that a graph has the same operations. What looks otherwise stays as it is.
+What does not look as in `product_patterns.py` stays as it is.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
-from torch._inductor.pattern_matcher import Match, PatternExpr, fwd_only, fx_to_pattern
 from torch._ops import OpOverload
+
+from attnmux.transformers.run.product_patterns import GATES, NORMS, match, rotated
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
 Tensor = torch.Tensor
 VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.permute.default)
-
-
-def normed(x: Tensor, eps: Tensor) -> Tensor:
-    wide = x.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    return weight * normed(x, eps).to(x.dtype)
-
-
-def norm_from_one(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    return (normed(x, eps) * (1.0 + weight.float())).to(x.dtype)
-
-
-NORMS = ((norm, 0.0), (norm_from_one, 1.0))
-"""Norms, and what each adds to its weight."""
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-}
-
-
-def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    return ACTIVATIONS[name](gate) * up
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
-
-
-@cache
-def _pattern(
-    function: Callable[..., Tensor], names: tuple[str, ...], width: int, dtype: torch.dtype
-) -> PatternExpr:
-    """The operations of a function of rows [1, 1, 1, width] and an eps."""
-    rows = {name: torch.ones(1, 1, 1, width, dtype=dtype) for name in names}
-    given = {**rows, "eps": torch.ones(())} if "eps" in names else rows
-    with torch.no_grad():
-        return fx_to_pattern(fwd_only(function, [*given.values()]), argnames=names)
-
-
-_gates = {name: partial(gated, name) for name in ACTIVATIONS}
 
 
 def fuse(graph: torch.fx.Graph, ops: Mapping[OpOverload, OpOverload]) -> None:
@@ -101,8 +54,9 @@ def _is_attention(x: object) -> bool:
     while isinstance(x, Node) and x.target in VIEWS:
         x = x.args[0]
     call = x.args[0] if isinstance(x, Node) and x.target is operator.getitem else None
-    is_call = isinstance(call, Node) and call.target is auto_functionalized_v2
-    return is_call and call.args[0] is torch.ops.attnmux.attention_with_output.default
+    if not isinstance(call, Node) or call.target is not auto_functionalized_v2:
+        return False
+    return call.args[0] is torch.ops.attnmux.attention_with_output.default
 
 
 def _norm_before(product: Node) -> dict[str, Any]:
@@ -112,10 +66,10 @@ def _norm_before(product: Node) -> dict[str, Any]:
         return {}
     width, dtype = _value(node).shape[-1], _value(node).dtype
     for function, offset in NORMS:
-        match = _match(function, ("x", "weight", "eps"), node, width, dtype)
-        if match is None:
+        found = match(function, ("x", "weight", "eps"), node, width, dtype)
+        if found is None:
             continue
-        x, weight, eps = (match.kwargs[name] for name in ("x", "weight", "eps"))
+        x, weight, eps = (found.kwargs[name] for name in ("x", "weight", "eps"))
         eps = _narrowed(eps)
         if eps is not None and _value(weight).dtype is _value(x).dtype is dtype:
             return {"x": x, "norm_weight": weight, "norm_offset": offset, "eps": eps}
@@ -161,9 +115,9 @@ def _gate_after(product: Node) -> tuple[Node, dict[str, Any]] | None:
         return None
     halves = {"gate": parts[0, half], "up": parts[half, width]}
     for node in halves["up"].users:
-        for name, function in _gates.items():
-            match = _match(function, ("gate", "up"), node, half, dtype)
-            if match is not None and match.kwargs == halves:
+        for name, function in GATES.items():
+            found = match(function, ("gate", "up"), node, half, dtype)
+            if found is not None and found.kwargs == halves:
                 return node, {"gate": name}
     return None
 
@@ -197,12 +151,12 @@ def _rotation_of(part: Node) -> Rotation | None:
         return None
     width, dtype = _value(heads).shape[-1], _value(heads).dtype
     for node in [second for first in heads.users for second in first.users]:
-        match = _match(rotated, ("x", "cos", "sin"), node, width, dtype)
-        if match is None or match.kwargs["x"] is not heads:
+        found = match(rotated, ("x", "cos", "sin"), node, width, dtype)
+        if found is None or found.kwargs["x"] is not heads:
             continue
-        if not all(user in match.nodes for user in heads.users):
+        if not all(user in found.nodes for user in heads.users):
             return None
-        cos, sin = (_table(match.kwargs[name], width, dtype) for name in ("cos", "sin"))
+        cos, sin = (_table(found.kwargs[name], width, dtype) for name in ("cos", "sin"))
         return None if cos is None or sin is None else (node, heads, cos, sin)
     return None
 
@@ -215,17 +169,6 @@ def _table(node: object, width: int, dtype: torch.dtype) -> Node | None:
         return None
     fits = _value(node).numel() == width and _value(node).dtype is dtype
     return node if fits else None
-
-
-def _match(
-    function: Callable[..., Tensor],
-    names: tuple[str, ...],
-    node: Node,
-    width: int,
-    dtype: torch.dtype,
-) -> Match | None:
-    match = _pattern(function, names, width, dtype).match(node)
-    return match if isinstance(match, Match) else None
 
 
 def _parts(product: Node) -> dict[tuple[int, int], Node]:

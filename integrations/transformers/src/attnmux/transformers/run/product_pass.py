@@ -10,7 +10,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 
-from attnmux.transformers.run import fused_products
+from attnmux.transformers.run import fused_products, product_patterns
 
 SHARED = (
     torch.ops.aten.mm.default,
@@ -21,6 +21,7 @@ SHARED = (
     torch.ops.aten.t.default,
     torch.ops.aten.sym_size.int,
 )
+FUSING = fused_products, product_patterns
 
 
 class ProductPass(CustomGraphPass):
@@ -50,6 +51,6 @@ class ProductPass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Changes with this code, so that compiled code of other passes is not taken for its."""
-        sources = [inspect.getsource(each) for each in (type(self), fused_products)]
+        sources = [inspect.getsource(each) for each in (type(self), *FUSING)]
         ops = sorted(map(str, self._shared | set(self._fused.values())))
         return sha256(f"{sources} {ops}".encode()).digest()
