@@ -6,9 +6,9 @@
                                      --new 2 --forced 2 --rounds 1      small, to try the script
 
 The first table has each product of a layer: `parts` is the product and the compiled code around it,
-the other columns are one kernel with these `--blocks`: rows, columns, stages, warps, and 1 if the
-weight is prefetched. Steps also take two or three, with slashes between them: for products with a
-norm, for others, and for those after attention; this table takes the first. A figure is
+the other columns are one kernel with these `--blocks`: rows, columns, stages and warps. Steps
+also take two with a slash between them, for products with a norm and for others; this table takes
+the first. A figure is
 microseconds of one product, in a graph of as many weights as exceed a cache of 256 MB. Errors are
 the largest ones compared with float64, over the largest value.
 
@@ -64,11 +64,11 @@ CACHE_BYTES = 256 << 20
 EPS = 1e-6
 USUAL = (
     *("8,256,4,4", "16,256,4,4", "16,256,4,8", "32,128,4,4", "16,128,6,4"),
-    *("16,256,4,4/8,256,4,4/8,256,4,4,1", "16,256,4,4/16,256,4,4/16,256,4,4,1"),
+    "16,256,4,4/8,256,4,4",
 )
 Tensor = torch.Tensor
 Choice = tuple[Blocks, ...]
-"""Of products with a norm, of others, and of those after attention; the last one goes on."""
+"""Of products with a norm, and of others if they are read otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,14 +191,11 @@ def main(
 def take_blocks(choice: Choice) -> None:
     """Have compiled code read weights so."""
     one_row.NORMED_BLOCKS, one_row.PLAIN_BLOCKS = choice[0], choice[min(1, len(choice) - 1)]
-    one_row.IDLE_BLOCKS = choice[-1]
 
 
 def blocks_of(words: str) -> Blocks:
-    rows, columns, stages, warps, *prefetches = map(int, words.split(","))
-    return Blocks(
-        rows=rows, columns=columns, stages=stages, warps=warps, prefetches=prefetches == [1]
-    )
+    rows, columns, stages, warps = map(int, words.split(","))
+    return Blocks(rows=rows, columns=columns, stages=stages, warps=warps)
 
 
 def measure(

@@ -51,14 +51,12 @@ def fused(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     num_rotated: int = 0,
-    is_idle: bool = False,
 ) -> torch.Tensor:
     call = {
         "norm": None if norm_weight is None else norm_offset,
         "residual": None if residual is None else True,
         "gate": gate,
         "num_rotated": num_rotated or None,
-        "is_idle": is_idle or None,
     }
     Fusing.calls.append({name: value for name, value in call.items() if value is not None})
     wide = x.double()
@@ -82,7 +80,7 @@ def fused(
 
 @fused.register_fake
 def _(x, weight, bias=None, norm_weight=None, norm_offset=0.0, eps=None, residual=None, gate=None,
-      cos=None, sin=None, num_rotated=0, is_idle=False):  # fmt: skip
+      cos=None, sin=None, num_rotated=0):  # fmt: skip
     return x.new_empty((*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2)))
 
 
@@ -210,19 +208,19 @@ def _each(results):
 MODELS = {
     "llama": (
         {"norm": 0.0, "num_rotated": 48},
-        {"residual": True, "is_idle": True},
+        {"residual": True},
         {"norm": 0.0, "gate": "silu"},
         {"residual": True},
     ),
     "qwen3": (
         {"norm": 0.0},
-        {"residual": True, "is_idle": True},
+        {"residual": True},
         {"norm": 0.0, "gate": "silu"},
         {"residual": True},
     ),
     "gemma2": (
         {"norm": 1.0, "num_rotated": 96},
-        {"is_idle": True},
+        {},
         {"norm": 1.0, "gate": "gelu_tanh"},
         {},
     ),

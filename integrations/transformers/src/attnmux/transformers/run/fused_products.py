@@ -5,12 +5,10 @@ What does not look as in `product_patterns.py` stays as it is.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._ops import OpOverload
 
 from attnmux.transformers.run.product_patterns import GATES, NORMS, match, rotated
@@ -18,7 +16,6 @@ from attnmux.transformers.run.product_patterns import GATES, NORMS, match, rotat
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
 Tensor = torch.Tensor
-VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.permute.default)
 
 
 def fuse(graph: torch.fx.Graph, ops: Mapping[OpOverload, OpOverload]) -> None:
@@ -35,11 +32,8 @@ def _fuse(graph: torch.fx.Graph, product: Node, op: OpOverload) -> None:
     x, weight, bias = product.args
     before = _norm_before(product)
     after, given = _after(product)
-    is_idle = _is_attention(x)
-    if not before and not given and not is_idle:
+    if not before and not given:
         return
-    if is_idle:
-        given["is_idle"] = True
     with graph.inserting_before(after):
         arguments = (before.pop("x", x), weight, bias)
         fused = graph.call_function(op, arguments, {**before, **given})
@@ -47,16 +41,6 @@ def _fuse(graph: torch.fx.Graph, product: Node, op: OpOverload) -> None:
     after.replace_all_uses_with(fused)
     # What follows counts users
     graph.eliminate_dead_code()
-
-
-def _is_attention(x: object) -> bool:
-    """Whether a product's row is the result of attention."""
-    while isinstance(x, Node) and x.target in VIEWS:
-        x = x.args[0]
-    call = x.args[0] if isinstance(x, Node) and x.target is operator.getitem else None
-    if not isinstance(call, Node) or call.target is not auto_functionalized_v2:
-        return False
-    return call.args[0] is torch.ops.attnmux.attention_with_output.default
 
 
 def _norm_before(product: Node) -> dict[str, Any]:

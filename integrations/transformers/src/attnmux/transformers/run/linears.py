@@ -31,7 +31,7 @@ class LinearKernel(Protocol):
         CPU. After the product comes one of these: residual, whose N values are added; gate ("silu",
         "gelu" or "gelu_tanh"), applied to the first half of the columns, which is then multiplied
         by the second; cos and sin of D values, which rotate the heads of D columns before column
-        num_rotated. is_idle: attention comes before it, which leaves most of the memory's speed.
+        num_rotated.
         """
 
     def rows(self, weight: torch.Tensor) -> range:

@@ -29,17 +29,10 @@ class Blocks:
     stages: int = 4
     """Blocks that are read ahead."""
     warps: int = 4
-    prefetches: bool = False
-    """Whether the weight is on its way before the previous launch ends, which must not write it."""
 
 
-EAGER = PLAIN_BLOCKS = Blocks()
-NORMED_BLOCKS = Blocks(rows=16)
-"""Of products with a norm: rows share the work on x. The loop of 8 rows issues for 121 of the 198
-cycles that an H200's memory takes to read them, without a norm for 91; that of 16 rows for 163 of
-396."""
-IDLE_BLOCKS = Blocks(prefetches=True)
-"""Of products after attention, which reads little for one request."""
+EAGER = PLAIN_BLOCKS = NORMED_BLOCKS = Blocks()
+"""Of eager calls, and in compiled code of products without and with a norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +85,8 @@ def multiply_row_fused_op(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     num_rotated: int = 0,
-    is_idle: bool = False,
 ) -> torch.Tensor:
-    """`multiply_row` with what is around the product, for compiled code. eps: [] on the CPU.
-    is_idle: the launch before it leaves the memory idle."""
+    """`multiply_row` with what is around the product, for compiled code. eps: [] on the CPU."""
     around = Around(
         norm_weight=norm_weight,
         norm_offset=norm_offset,
@@ -107,7 +98,6 @@ def multiply_row_fused_op(
         num_rotated=num_rotated,
     )
     blocks = PLAIN_BLOCKS if norm_weight is None else NORMED_BLOCKS
-    blocks = IDLE_BLOCKS if is_idle else blocks
     return multiply_row(x, weight, bias, around, blocks)
 
 
@@ -124,7 +114,6 @@ def _(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     num_rotated: int = 0,
-    is_idle: bool = False,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2)))
 
@@ -235,7 +224,6 @@ def _bound(
             "BLOCK_N": blocks.rows,
             "BLOCK_K": blocks.columns,
             "STAGES": blocks.stages,
-            "PREFETCHES": blocks.prefetches and overlaps,
             "OVERLAPS": overlaps,
         },
         tensors=("x", "weight", "out", "bias", "norm_weight", "residual", "cos", "sin"),

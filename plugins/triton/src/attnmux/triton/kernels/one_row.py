@@ -20,17 +20,6 @@ def activate(values, GATE: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(rows, width):
-    """Ask for the lines of 128 bytes of rows [BLOCK_N, 1] of 16 bits, on NVIDIA's GPUs."""
-    for start in range(0, width, 2048):
-        column = tl.minimum(start + 64 * tl.arange(0, 32), width - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-            [(rows + column[None, :]).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def load_blocks(
     rows, start, width, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr, EVICTS: tl.constexpr
 ):  # fmt: skip
@@ -51,8 +40,7 @@ def multiply_row(
     x, weight, weight_stride, bias, norm_weight, eps, residual, cos, sin, out, num_out, width,
     half, num_rotated,
     NORM_OFFSET: tl.constexpr, GATE: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PREFETCHES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """out = weight @ x + bias, with sums in float32, and what a model does before and after it.
 
@@ -60,7 +48,6 @@ def multiply_row(
     all of one dtype. A program reads BLOCK_N rows of the weight in blocks of BLOCK_K columns,
     STAGES of them ahead. IS_EVEN: width is a multiple of BLOCK_K. OVERLAPS: the launch begins
     before the previous one ends and waits for its results, and lets the next launch begin.
-    PREFETCHES: the weight is on its way to the second cache before this wait.
 
     norm_weight [width]: x is divided by its root mean square, with eps float32 added to the mean,
     and multiplied by norm_weight + NORM_OFFSET. None if x stays as it is.
@@ -81,8 +68,6 @@ def multiply_row(
         pair = row // 2
         row = pair // half * (2 * half) + pair % half + row % 2 * half
     weights = weight + row.to(tl.int64)[:, None] * weight_stride
-    if PREFETCHES:
-        prefetch_rows(weights, width)
     await_previous(OVERLAPS)
     # These are under way while the weight is read.
     if bias is not None:
