@@ -217,6 +217,7 @@ class OneRow:
     """A kernel for steps of one token that notes the weights that it reads."""
 
     op = torch.ops.attnmux_test.one_row.default
+    fused = None
     shapes: ClassVar[list[tuple[int, ...]]] = []
 
     def rows(self, weight):

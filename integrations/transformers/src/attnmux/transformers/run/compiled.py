@@ -6,13 +6,9 @@ graphs. Embeddings, the last norm and the output head run as they are.
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from hashlib import sha256
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._ops import OpOverload
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.model.hidden_states import decoder_layers
@@ -23,47 +19,13 @@ from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.run.linears import KernelLinear, is_plain, multiply_by, product_ops
 from attnmux.transformers.run.memory import ServedModel
 from attnmux.transformers.run.model_on_backend import ModelOnBackend
+from attnmux.transformers.run.product_pass import ProductPass
 
 TRIAL_TOKENS = 19
 """Prompt tokens of the steps that compile a model."""
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that Hugging Face's models apply to one input."""
-
-
-SHARED = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.t.default,
-    torch.ops.aten.sym_size.int,
-)
-
-
-class ShareProducts(CustomGraphPass):
-    """A pass of Inductor that computes equal products once, which it does in training alone."""
-
-    def __init__(self, products: frozenset[OpOverload] = frozenset()) -> None:
-        """products: ops of linear layers, in addition to torch's own."""
-        self._shared = products.union(SHARED)
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        first: dict[object, torch.fx.Node] = {}
-        for node in [*graph.nodes]:
-            if node.op == "call_function" and node.target in self._shared:
-                key = (node.target, str(node.args), str(node.kwargs))
-                if key in first:
-                    node.replace_all_uses_with(first[key])
-                    graph.erase_node(node)
-                else:
-                    first[key] = node
-
-    def uuid(self) -> bytes:
-        """Changes with this class, so that compiled code of other passes is not taken for its."""
-        ops = sorted(map(str, self._shared))
-        return sha256(f"{inspect.getsource(type(self))} {ops}".encode()).digest()
 
 
 class MergedLinear(torch.nn.Module):
@@ -163,7 +125,7 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> int:
     layers = list(decoder_layers(model))
     options = None
     if backend == "inductor":
-        options = {"post_grad_custom_pre_pass": ShareProducts(product_ops(model))}
+        options = {"post_grad_custom_pre_pass": ProductPass(product_ops(model))}
     for layer, attention, layer_id in layers:
         mark_layer(attention, layer_id)
         merge(layer)

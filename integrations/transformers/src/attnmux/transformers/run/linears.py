@@ -22,6 +22,18 @@ class LinearKernel(Protocol):
         """The same as a torch op, for code that is compiled or whose operations are recorded, in
         which torch multiplies if it is None."""
 
+    @property
+    def fused(self) -> OpOverload | None:
+        """`op` with what models do before and after a product; None if there is none.
+
+        Its arguments after the bias are keywords, left out for what is not there. A root mean
+        square norm of x has norm_weight [K], norm_offset and eps, a number as a tensor [] on the
+        CPU. After the product comes one of these: residual, whose N values are added; gate ("silu",
+        "gelu" or "gelu_tanh"), applied to the first half of the columns, which is then multiplied
+        by the second; cos and sin of D values, which rotate the heads of D columns before column
+        num_rotated.
+        """
+
     def rows(self, weight: torch.Tensor) -> range:
         """The numbers of rows of x that it multiplies by a weight [N, K], if torch is slower."""
 
@@ -74,10 +86,11 @@ def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
             vars(module).update(kernel=kernel, rows=rows)
 
 
-def product_ops(model: torch.nn.Module) -> frozenset[OpOverload]:
-    """The ops that multiply in the model's compiled layers, in addition to torch's own."""
+def product_ops(model: torch.nn.Module) -> dict[OpOverload, OpOverload | None]:
+    """The ops that multiply in the model's compiled layers, in addition to torch's own, and for
+    each the one with what is around the product."""
     kernels = {layer.kernel for layer in model.modules() if isinstance(layer, KernelLinear)}
-    return frozenset(kernel.op for kernel in kernels if kernel.op is not None)
+    return {kernel.op: kernel.fused for kernel in kernels if kernel.op is not None}
 
 
 def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:

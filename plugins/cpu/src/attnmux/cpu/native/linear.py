@@ -76,7 +76,7 @@ def make_linear(context: BackendContext) -> NativeLinear | None:
 class NativeLinear:
     """A `LinearKernel`."""
 
-    op = None
+    op = fused = None
 
     def __init__(self, context: BackendContext) -> None:
         platform = context.platform

@@ -9,7 +9,7 @@ Portable, in Triton:
     overlap.py  lets launches of write.py and one_row.py begin before the previous one ends
     trees.py    builds draft trees, follows them greedily, and samples them
     indices.py  builds from lengths and the request table what other kernels read
-    one_row.py  the product of one row with a weight matrix
+    one_row.py  the product of one row with a weight matrix, with what is around it
     picked.py   attention of each token over rows that an indexer picked
     picked_blocks.py   attention of each token over blocks of keys that an indexer picked
     chosen_pages.py    bounds, scores, choice and copies of the pages that a decode step reads
