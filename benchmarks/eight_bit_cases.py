@@ -18,7 +18,7 @@ from attnmux.triton.launches.hopper_configs import (
 EXACT, QUERIES, ALL, FA3, ALONE = "16 bits", "queries", "all", "fa3", "fa3 alone"
 SIDES = (EXACT, QUERIES, ALL, FA3, ALONE)
 CHECKED = (EXACT, QUERIES, ALL, FA3)
-"""Those whose errors are columns."""
+"""The sides whose errors are columns."""
 OPTIONS = {EXACT: "none", QUERIES: "queries", ALL: "all"}
 TILES: Mapping[str, TileConfig] = {
     "192x64x3": replace(HOPPER_HIGH_TILES, num_stages=3),
@@ -126,7 +126,7 @@ def faults(figures: Figures, *, has_products: bool) -> str:
 
 
 def cells(step: str, heads: str, figures: Figures, verdict: str) -> Iterator[str | float | None]:
-    """As COLUMNS names them."""
+    """The cells of a row, in the order of COLUMNS."""
     us = {side: figure.us for side, figure in figures.items()}
     yield from (step, heads, *(us.get(side) for side in SIDES))
     yield from (ratio(us.get(side), us.get(FA3)) for side in OPTIONS)

@@ -98,7 +98,7 @@ class Sides:
         )
 
     def errors(self, case: Case) -> Figures:
-        """Of all rows, by side."""
+        """Each side's error over all rows."""
         return {side: tried(partial(self._error, case, side)) for side in CHECKED}
 
     def _error(self, case: Case, side: str) -> Figure:
@@ -146,7 +146,8 @@ class Sides:
         return step.calls_in_pool(backend)[0]
 
     def times(self, sizes: Sizes, heads: Sizes, rounds: int) -> Figures:
-        """Of one layer, with errors on sampled queries. rounds: 0 to compile and try alone."""
+        """Each side's time for one layer, and its error on sampled queries. With 0 rounds the sides
+        compile and run once, and nothing is timed."""
         step = self.step(sizes, heads)
         runs: dict[str, Run] = {}
 

@@ -216,18 +216,25 @@ def load(checkpoint: Checkpoint, options: RunnerOptions) -> ModelRunner:
     return load_runner(checkpoint, platform, plugins.offers(), options)
 
 
-def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
-    """A runner of a Llama with random weights, in bfloat16 on the device."""
+def random_config(
+    shape: str, *, vocab_size: int = 32000, max_position_embeddings: int = 131072
+) -> LlamaConfig:
+    """The config of a Llama of one of the shapes in RANDOM."""
     num_layers, hidden, intermediate, q_heads, kv_heads = RANDOM[shape]
-    config = LlamaConfig(
+    return LlamaConfig(
         num_hidden_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_attention_heads=q_heads,
         num_key_value_heads=kv_heads,
-        vocab_size=32000,
-        max_position_embeddings=131072,
+        vocab_size=vocab_size,
+        max_position_embeddings=max_position_embeddings,
     )
+
+
+def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
+    """A runner of a Llama with random weights, in bfloat16 on the device."""
+    config = random_config(shape)
     plugins = Plugins.load()
     platform = platform_for(Run(), plugins, Settings.load(), options.device)
     with torch.device(options.device or platform.device_type):

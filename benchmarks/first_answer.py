@@ -30,9 +30,9 @@ from pathlib import Path
 
 import click
 import torch
-from benchmarks.engine import RANDOM
+from benchmarks.engine import RANDOM, random_config
 from benchmarks.one_start import PHASES
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from attnmux.transformers import recall
 
@@ -70,23 +70,14 @@ def start(
 
 
 def cpu_seconds() -> float:
-    """Of all children that ended."""
+    """CPU seconds of the child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def make_model(shape: str, folder: Path) -> None:
     """A random Llama with the tokenizer of the shipped model, whose tokens are bytes."""
-    layers, hidden, intermediate, heads, kv_heads = RANDOM[shape]
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=8192,
-    )
+    config = random_config(shape, vocab_size=4096, max_position_embeddings=8192)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     with torch.device(device or "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]  # transformers' own

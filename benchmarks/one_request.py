@@ -68,7 +68,7 @@ USUAL = (
 )
 Tensor = torch.Tensor
 Choice = tuple[Blocks, ...]
-"""Of products with a norm, and of others if they are read otherwise."""
+"""How products with a norm read weights, and how the others do. One entry serves both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class Product:
     summed: bool = False
     gated: bool = False
     dim: int = 0
-    """Of heads that are rotated; 0 without any."""
+    """Columns of a head that is rotated; 0 if no head is."""
     num_rotated: int = 0
 
     def around(self, given: dict[str, Tensor]) -> Around:
@@ -97,7 +97,8 @@ class Product:
         )
 
     def parts(self, x: Tensor, weight: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """As a model writes them, with the kernel's product, or torch's in float64."""
+        """The product and what is around it, one operation after another, as a model writes them.
+        In float64 torch multiplies, else the kernel does."""
         exact = x.dtype is torch.float64
         if self.normed and exact:
             x = given["norm"] * x * (x.square().mean() + EPS).rsqrt()

@@ -101,7 +101,7 @@ class Shape:
     @property
     def verified_drafts(self) -> int:
         """New tokens of a request in the steps that verify drafts; 1 without such steps."""
-        found = [STEP.fullmatch(step) for step in self.steps if phase_of(step) == "verify"]
+        found = (STEP.fullmatch(step) for step in self.steps if phase_of(step) == "verify")
         return next((int(each[3] or 1) for each in found if each), 1)
 
     def table(

@@ -107,14 +107,16 @@ def tasks(platform: Platform) -> Iterator[Task]:
                 each
                 for each in workloads
                 if 2 * each.stored_bytes(request, width) <= room
-                and (on_cpu or phase != "extend" or _flops(each, request) >= LEAST_FLOPS)
+                and (on_cpu or not _waits(each, request))
             ]
             if fitting:
                 yield Task(request=request, phase=phase, workloads=tuple(fitting))
 
 
-def _flops(workload: Workload, request: Request) -> float:
-    return cost_of(workload, request.replace(sliding_window=None)).flops
+def _waits(workload: Workload, request: Request) -> bool:
+    """Whether a prompt is so short that an accelerator waits for the host."""
+    unlimited = request.replace(sliding_window=None)
+    return workload.phase == "extend" and cost_of(workload, unlimited).flops < LEAST_FLOPS
 
 
 def _steps(on_cpu: bool) -> dict[str, list[Workload]]:
