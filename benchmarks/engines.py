@@ -1,162 +1,129 @@
 """Tokens per second of SGLang or vLLM with attnmux, and with the engine's own attention.
 
-    python -m benchmarks.engines sglang [--batch 64 ...] [--length 1024] [--new 128] [--rounds 5]
-                                        [--backend NAME ...] [--own NAME ...] [--only speed|texts]
-                                        [--argument NAME=JSON ...] [--tiny] [--json FILE]
+    python -m benchmarks.engines sglang [--model llama|windows|latent] [--work 64x1024 ...]
+                                        [--new 64] [--rounds 5] [--prompt-rounds 3]
+                                        [--kv-dtype fp8_e4m3] [--backend NAME ...] [--own NAME ...]
+                                        [--only speed|texts] [--argument NAME=JSON ...] [--tiny]
+                                        [--json FILE]
 
-Each side is an engine in a process of its own, and sides run one after the other: the engine with
-its default attention, with each backend of its own that `--own` names, with attnmux, and with each
-backend that `--backend` names to attnmux. The model is a Llama of 3 billion parameters, whose
-weights the engine draws. Figures are medians of the rounds, of prompts and new tokens together; a
-ratio is the tokens per second over those of the engine's default. Random weights prove nothing
-about texts, so a second engine of each side answers prompts of the shipped model, greedily: the
-table counts the right answers, and those that equal the default's token for token.
+Each side is an engine in a process of its own. All of them live at once, share the device's memory
+and take turns: the engine with its default attention, with each backend of its own that `--own`
+names, with attnmux, and with each backend that `--backend` names to attnmux. A side that fails is
+left out. Their models (`engine_models.py`) have random weights, which the engine draws.
+
+`prompts` is the time of a batch of fresh prompts, in fewer rounds if they are long. `tokens/s` is
+of decode: the engine generates `--new` tokens after prompts that it keeps, and one token, and the
+difference counts. Ratios are speeds over the default's: the median of the rounds' own, with the
+least and the most. Random weights prove nothing about texts, so a second engine of each side
+answers prompts of the shipped model, greedily: the table counts the right answers, and those that
+equal the default's token for token.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import multiprocessing
-import os
 import random
-import statistics
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from benchmarks.cases import json_option, rounds_option
-from transformers import LlamaConfig
+from benchmarks.engine_models import MODELS, cached_bytes
+from benchmarks.engine_processes import NAMES, Drawn, Engine, EngineFailed, Model, Side
 
 from attnmux.testing.bench import Report, facts
+from attnmux.testing.bench.timing import Meter, Times, interleave
 from attnmux.transformers import recall
 
-Prompts = list[list[int]]
-Generate = Callable[[Prompts, Sequence[int]], list[list[int]]]
-"""Greedy tokens of each prompt, as many as asked."""
-Start = Callable[..., AbstractContextManager[Generate]]
-NAMES = {"sglang": "attnmux", "vllm": "ATTNMUX"}
-"""The value of `attention_backend` that means attnmux."""
 TEXTS = 24
-SECONDS = 400.0
-"""Until an engine must have answered, its start included."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One configuration of an engine."""
-
-    label: str
-    attention: str | None
-    """None for the engine's default."""
-    backend: str | None = None
-    """The backend that attnmux must take; None lets it choose."""
+MOST_PROMPT_TOKENS = 200_000
+"""Of a work's prompts over all rounds."""
+ENDS = 512
+"""Tokens of a request beyond its prompt and answer: the rest of its last pages."""
+MEMORY = 0.9
+"""Share of the device's memory that all sides take together."""
+COLUMNS = {
+    **{"": "", "work": "", "prompts, s": ".3f", "ratio": "", "tokens/s": ",.0f", "ratio ": ""},
+    **{"right": "", "equal": ""},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Batches that are timed, and a checkpoint's prompts."""
+    """A batch of prompts of one length."""
 
-    folder: Path
-    batches: Sequence[int]
+    batch: int
     length: int
+
+    @classmethod
+    def parse(cls, text: str) -> Work:
+        batch, _, length = text.partition("x")
+        return cls(batch=int(batch), length=int(length))
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.length:,}"
+
+    def tokens(self, new: int) -> int:
+        """In the cache, with those that an earlier round left."""
+        return self.batch * (self.length + 2 * new + ENDS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
     new: int
     rounds: int
-    arguments: Mapping[str, Any]
+    prompt_rounds: int
 
+    def of(self, engines: Mapping[str, Engine], work: Work) -> tuple[Times, Times]:
+        """Microseconds of a batch of prompts, and of a batch's decode steps, by side."""
+        seeds = {label: itertools.count() for label in engines}
+        known: dict[str, Drawn] = {}
 
-@dataclass(kw_only=True, slots=True)
-class Found:
-    """Results of one side."""
+        def prompts(label: str) -> Meter:
+            def measure() -> float:
+                known[label] = Drawn(next(seeds[label]), work.batch, work.length)
+                return engines[label].ask(known[label], [1] * work.batch)[0] * 1e6
 
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    """By batch, one figure a round."""
-    texts: list[list[int]] = field(default_factory=list)
-    error: str = ""
+            return measure
 
+        def steps(label: str) -> Meter:
+            def measure() -> float:
+                short, long = (
+                    engines[label].ask(known[label], [1 + more] * work.batch)[0]
+                    for more in (0, self.new)
+                )
+                return (long - short) * 1e6
 
-@contextmanager
-def sglang(folder: Path, side: Side, work: Work, *, random_weights: bool) -> Iterator[Generate]:
-    import sglang as engines  # noqa: PLC0415  # one engine is installed
+            return measure
 
-    given: dict[str, Any] = {
-        "model_path": str(folder),
-        "skip_tokenizer_init": True,
-        "random_seed": 0,
-        "max_running_requests": max(work.batches),
-        "cuda_graph_max_bs_decode": max(work.batches),
-        "log_level": "info",
-    }
-    if random_weights:
-        given["load_format"] = "dummy"
-    if side.attention:
-        given["attention_backend"] = side.attention
-    engine = engines.Engine(**{**given, **work.arguments})
-
-    def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
-        params = [
-            {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
-        ]
-        return [
-            list(each["output_ids"])
-            for each in engine.generate(input_ids=prompts, sampling_params=params)
-        ]
-
-    try:
-        yield generate
-    finally:
-        engine.shutdown()
-
-
-@contextmanager
-def vllm(folder: Path, side: Side, work: Work, *, random_weights: bool) -> Iterator[Generate]:
-    from vllm import LLM, SamplingParams  # noqa: PLC0415  # as above
-
-    given: dict[str, Any] = {
-        "model": str(folder),
-        "skip_tokenizer_init": True,
-        "max_num_seqs": max(work.batches),
-        "max_model_len": 2048,
-        "seed": 0,
-    }
-    if random_weights:
-        given["load_format"] = "dummy"
-    if side.attention:
-        given["attention_backend"] = side.attention
-    engine = LLM(**{**given, **work.arguments})
-
-    def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
-        params = [
-            SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
-            for length in lengths
-        ]
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = engine.generate(asked, params, use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in answers]
-
-    try:
-        yield generate
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-
-
-Task = Callable[[Connection, Start, Side, Work], None]
-ENGINES: dict[str, Start] = {"sglang": sglang, "vllm": vllm}
+        most = MOST_PROMPT_TOKENS // (work.batch * work.length) - 1
+        fill = interleave(
+            {label: prompts(label) for label in engines},
+            max(1, min(self.prompt_rounds, most)),
+            warm_up=1 if most > 0 else 0,
+            keep_going=True,
+        )
+        sound = [label for label in engines if label not in fill.failures]
+        decode = interleave(
+            {label: steps(label) for label in sound}, self.rounds, warm_up=1, keep_going=True
+        )
+        return fill, decode
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("engine", type=click.Choice(sorted(ENGINES)))
-@click.option("--batch", "batches", type=int, multiple=True, default=(1, 16, 64))
-@click.option("--length", type=int, default=1024, help="Tokens of a prompt.")
-@click.option("--new", type=int, default=128, help="Tokens to generate for each prompt.")
+@click.argument("engine", type=click.Choice(sorted(NAMES)))
+@click.option("--model", "name", type=click.Choice(sorted(MODELS)), default="llama")
+@click.option("--work", "works", multiple=True, default=("1x65536", "16x16384", "64x1024"))
+@click.option("--new", type=int, default=64, help="Tokens to generate for each prompt.")
 @rounds_option(5)
+@click.option("--prompt-rounds", type=int, default=3)
+@click.option("--kv-dtype", default="auto", help="In the engine's words.")
 @click.option("--backend", "backends", multiple=True, help="Of attnmux, besides its own choice.")
 @click.option("--own", multiple=True, help="Of the engine, besides its default.")
 @click.option("--only", type=click.Choice(["speed", "texts"]), default=None)
@@ -165,10 +132,12 @@ ENGINES: dict[str, Start] = {"sglang": sglang, "vllm": vllm}
 @json_option
 def main(
     engine: str,
-    batches: tuple[int, ...],
-    length: int,
+    name: str,
+    works: tuple[str, ...],
     new: int,
     rounds: int,
+    prompt_rounds: int,
+    kv_dtype: str,
     backends: tuple[str, ...],
     own: tuple[str, ...],
     only: str | None,
@@ -176,152 +145,137 @@ def main(
     tiny: bool,
     path: Path | None,
 ) -> None:
-    """Print each side's tokens per second, and whether its texts are the engine's own."""
+    """Print each side's times, and whether its texts are the engine's own."""
     ours = NAMES[engine]
     sides = [
         Side(label=engine, attention=None),
-        *(Side(label=f"{engine} {name}", attention=name) for name in own),
+        *(Side(label=f"{engine} {each}", attention=each) for each in own),
         Side(label="attnmux", attention=ours),
-        *(Side(label=f"attnmux {name}", attention=ours, backend=name) for name in backends),
+        *(Side(label=f"attnmux {each}", attention=ours, backend=each) for each in backends),
     ]
     pairs = (argument.split("=", 1) for argument in arguments)
+    given = {key: json.loads(value) for key, value in pairs}
+    parsed, config = [Work.parse(text) for text in works], MODELS[name](tiny)
+    itemsize = 1 if "fp8" in kv_dtype else 2
+    timing = Timing(new=new, rounds=rounds, prompt_rounds=prompt_rounds)
     about = facts(
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         *(engine, f"attnmux-{engine}", "attnmux-core", "transformers"),
-        **{"prompt_tokens": length, "new_tokens": new, "rounds": rounds},
+        **{"model": name, "kv_dtype": kv_dtype, "new_tokens": new, "rounds": rounds},
     )
-    columns = {"": "", "batch": "d", "tokens/s": ",.0f", "ratio": ".3f", "right": "", "equal": ""}
-    title = f"{engine}, {length} tokens of prompt and {new} new ones; medians of {rounds} rounds"
-    with (
-        tempfile.TemporaryDirectory() as made,
-        Report(columns, about, path, title=title) as report,
-    ):
-        config(tiny=tiny).save_pretrained(made)
-        work = Work(
+    title = f"{engine}, {name}, KV {kv_dtype}; {new} new tokens; medians of {rounds} rounds"
+    with tempfile.TemporaryDirectory() as made, Report(COLUMNS, about, path, title=title) as report:
+        config.save_pretrained(made)
+        model = Model(
             folder=Path(made),
-            batches=batches,
-            length=length,
-            new=new,
-            rounds=rounds,
-            arguments={name: json.loads(value) for name, value in pairs},
+            random_weights=True,
+            most_requests=max(work.batch for work in parsed),
+            longest=max(work.length for work in parsed) + new + ENDS,
+            tokens=max(work.tokens(new) for work in parsed),
+            cached_bytes=cached_bytes(config, itemsize),
+            kv_dtype=kv_dtype,
+            share=MEMORY / len(sides),
+            arguments=given,
         )
-        every: dict[str, Task] = {"speed": measure, "texts": answer}
-        tasks = [task for name, task in every.items() if only in (None, name)]
-        first: Found | None = None
-        for side in sides:
-            found = in_children(engine, side, work, tasks)
-            first = first or found
-            add(report, side, work, found, first)
+        if only != "texts":
+            with started(engine, model, sides, config.vocab_size, report) as engines:
+                for work in parsed if engines else ():
+                    tell(report, work, new, *timing.of(engines, work))
+        if only != "speed":
+            tell_texts(report, engine, shipped(model, itemsize), sides)
 
 
-def config(*, tiny: bool) -> LlamaConfig:
-    """Heads and widths of Llama 3.2 3B."""
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        num_hidden_layers=2 if tiny else 28,
-        hidden_size=256 if tiny else 3072,
-        intermediate_size=512 if tiny else 8192,
-        num_attention_heads=4 if tiny else 24,
-        num_key_value_heads=2 if tiny else 8,
-        head_dim=64 if tiny else 128,
-        vocab_size=128256,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
+@contextlib.contextmanager
+def started(
+    engine: str, model: Model, sides: Sequence[Side], vocabulary: int, report: Report
+) -> Iterator[Mapping[str, Engine]]:
+    """All sides' engines that started, by label; notes of the others."""
+    every = {
+        side.label: Engine(engine, model, _placed(side, place), vocabulary)
+        for place, side in enumerate(sides)
+    }
+    try:
+        ready = {}
+        for label, each in every.items():
+            try:
+                report.note(f"{label}: ready in {each.wait()[0]:.0f} s")
+                ready[label] = each
+            except EngineFailed as error:
+                report.note(f"{label}: {error}")
+        yield ready
+    finally:
+        for each in every.values():
+            each.end()
+
+
+def _placed(side: Side, place: int) -> Side:
+    return Side(label=side.label, attention=side.attention, backend=side.backend, place=place)
+
+
+def tell(report: Report, work: Work, new: int, fill: Times, decode: Times) -> None:
+    """A row for each side; ratios are to the first."""
+    first = next(iter(fill.us))
+    for label in fill.us:
+        cells: list[Any] = [label, str(work)]
+        record: dict[str, Any] = {"side": label, "work": str(work)}
+        for name, times in (("prompts", fill), ("decode", decode)):
+            us = times.us.get(label) or []
+            seconds = times.median(label) / 1e6 if us else None
+            value = seconds if name == "prompts" or not seconds else work.batch * new / seconds
+            cells += [value, speeds(times, label, first)]
+            record[f"{name}_seconds"] = [each / 1e6 for each in us]
+        report.add(*cells, None, None, record=record)
+    for error in {**fill.failures, **decode.failures}.items():
+        report.note("{}: {}".format(*error))
+
+
+def speeds(times: Times, label: str, first: str) -> str | None:
+    """The side's speed over the first's: the median of the rounds, the least and the most."""
+    mine, theirs = times.us.get(label), times.us.get(first)
+    if not mine or not theirs or label in times.failures or first in times.failures:
+        return None
+    ratios = [other / own for other, own in zip(theirs, mine, strict=True)]
+    return f"{times.ratio(first, label):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def shipped(model: Model, itemsize: int) -> Model:
+    """The shipped model, in the same engine."""
+    config = json.loads((recall.PATH / "config.json").read_text())
+    row = 2 * config["num_key_value_heads"] * config["head_dim"] * itemsize
+    return Model(
+        folder=recall.PATH,
+        random_weights=False,
+        most_requests=TEXTS,
+        longest=1024,
+        tokens=TEXTS * 1024,
+        cached_bytes=config["num_hidden_layers"] * row,
+        kv_dtype=model.kv_dtype,
+        share=model.share,
+        arguments=model.arguments,
     )
 
 
-def questions() -> tuple[Prompts, list[bytes]]:
+def questions() -> tuple[list[list[int]], list[bytes]]:
     """Prompts of the shipped model, whose tokens are bytes, and their right answers."""
     rng = random.Random(0)
     pairs = [recall.make_prompt(rng, rng.randrange(100, 900)) for _ in range(TEXTS)]
     return [list(prompt.encode()) for prompt, _ in pairs], [answer.encode() for _, answer in pairs]
 
 
-def in_children(engine: str, side: Side, work: Work, tasks: Sequence[Task]) -> Found:
-    """The side's results, each task's from a process and an engine of its own."""
-    found = Found()
-    for task in tasks:
-        with child(engine, side, work, task) as results:
-            try:
-                while results.poll(SECONDS):
-                    name, value = results.recv()
-                    if name == "done":
-                        break
-                    setattr(found, name, value)
-                else:
-                    found.error = f"no answer within {SECONDS:.0f} s"
-            except EOFError:
-                found.error = found.error or "the engine ended its process: see its log above"
-    return found
-
-
-@contextmanager
-def child(engine: str, side: Side, work: Work, task: Task) -> Iterator[Connection]:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    # Engines start processes of their own, which a daemon may not
-    process = multiprocessing.get_context("spawn").Process(
-        target=run, args=(theirs, engine, side, work, task)
-    )
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.join(20)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def run(results: Connection, engine: str, side: Side, work: Work, task: Task) -> None:
-    """Runs in the child, which sends pairs of a field of `Found` and its value."""
-    if side.backend is not None:
-        os.environ["ATTNMUX_BACKEND"] = side.backend
-    try:
-        task(results, ENGINES[engine], side, work)
-    except Exception:
-        results.send(("error", traceback.format_exc()))
-    results.send(("done", None))
-
-
-def measure(results: Connection, start: Start, side: Side, work: Work) -> None:
-    seconds: dict[int, list[float]] = {batch: [] for batch in work.batches}
-    rng = random.Random(0)
-    with start(work.folder, side, work, random_weights=True) as generate:
-        for turn in range(1 + work.rounds):  # the first warms up
-            for batch in work.batches:
-                prompts = [rng.choices(range(1, 100_000), k=work.length) for _ in range(batch)]
-                began = time.perf_counter()
-                generate(prompts, [work.new] * batch)
-                if turn:
-                    seconds[batch].append(time.perf_counter() - began)
-            results.send(("seconds", seconds))
-
-
-def answer(results: Connection, start: Start, side: Side, work: Work) -> None:
+def tell_texts(report: Report, engine: str, model: Model, sides: Sequence[Side]) -> None:
+    """A row for each side: its right answers, and those that are the first side's."""
     prompts, answers = questions()
-    with start(recall.PATH, side, work, random_weights=False) as generate:
-        results.send(("texts", generate(prompts, [len(answer) for answer in answers])))
-
-
-def add(report: Report, side: Side, work: Work, found: Found, first: Found) -> None:
-    """One row for each batch; the default's figures are the first side's."""
-    right = sum(
-        bytes(text) == answer for text, answer in zip(found.texts, questions()[1], strict=False)
-    )
-    equal = sum(text == other for text, other in zip(found.texts, first.texts, strict=False))
-    for batch in work.batches:
-        taken, other = found.seconds.get(batch), first.seconds.get(batch)
-        speed = batch * (work.length + work.new) / statistics.median(taken) if taken else None
-        ratio = statistics.median(other) / statistics.median(taken) if taken and other else None
-        cells = (side.label, batch, speed, ratio, f"{right}/{TEXTS}", f"{equal}/{TEXTS}")
-        record = dict(zip(("side", "batch", "tokens_per_second", "ratio"), cells, strict=False))
-        report.add(
-            *cells, record={**record, "right": right, "equal": equal, "seconds": taken or []}
-        )
-    if found.error:
-        report.note(f"{side.label}: {found.error}")
+    new = [len(answer) for answer in answers]
+    first: list[list[int]] | None = None
+    with started(engine, model, sides, 256, report) as engines:
+        for label, each in engines.items():
+            texts = each.ask(prompts, new)[1]
+            first = first or texts
+            right = sum(bytes(text) == answer for text, answer in zip(texts, answers, strict=True))
+            equal = sum(text == other for text, other in zip(texts, first, strict=True))
+            counts = (f"{right}/{TEXTS}", f"{equal}/{TEXTS}")
+            record = {"side": label, "right": right, "equal": equal}
+            report.add(label, "texts", None, None, None, None, *counts, record=record)
 
 
 if __name__ == "__main__":
