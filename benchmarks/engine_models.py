@@ -23,6 +23,7 @@ NO_EXPERTS: dict[str, Any] = {
 def llama(tiny: bool) -> PreTrainedConfig:
     """Llama 3.1 8B."""
     return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         **_sizes(tiny, layers=32, hidden=4096, intermediate=14336),
         num_attention_heads=4 if tiny else 32,
         num_key_value_heads=2 if tiny else 8,
@@ -36,6 +37,7 @@ def windows(tiny: bool) -> PreTrainedConfig:
     sizes = _sizes(tiny, layers=24, hidden=2880, intermediate=2880)
     layers = sizes["num_hidden_layers"]
     return GptOssConfig(
+        architectures=["GptOssForCausalLM"],
         **sizes,
         num_attention_heads=4 if tiny else 64,
         num_key_value_heads=2 if tiny else 8,
@@ -52,6 +54,7 @@ def latent(tiny: bool) -> PreTrainedConfig:
     """The attention of DeepSeek V2 Lite, MLA of 16 heads, with a dense layer's products in all."""
     sizes = _sizes(tiny, layers=27, hidden=2048, intermediate=10944)
     return DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"],
         **sizes,
         num_attention_heads=4 if tiny else 16,
         num_key_value_heads=4 if tiny else 16,

@@ -165,7 +165,8 @@ def main(
     )
     title = f"{engine}, {name}, KV {kv_dtype}; {new} new tokens; medians of {rounds} rounds"
     with tempfile.TemporaryDirectory() as made, Report(COLUMNS, about, path, title=title) as report:
-        config.save_pretrained(made)
+        # The engines read fields that `save_pretrained` leaves out, since they have their defaults
+        config.to_json_file(Path(made) / "config.json", use_diff=False)
         model = Model(
             folder=Path(made),
             random_weights=True,
