@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,6 +147,8 @@ def main(
     path: Path | None,
 ) -> None:
     """Print each side's times, and whether its texts are the engine's own."""
+    # What the children import may ask for devices in another way, after which vLLM cannot fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     ours = NAMES[engine]
     sides = [
         Side(label=engine, attention=None),

@@ -2,14 +2,13 @@
 
 # No annotations as strings: an aggregate reads those of its fields.
 
-from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from attnmux.triton.kernels import widen
-from attnmux.triton.kernels.hopper.gluon_names import copy_to_shared
+from attnmux.triton.kernels.hopper.gluon_names import copy_to_shared, next_power_of_2
 from attnmux.triton.kernels.hopper.walk import after_share, first_unit, place_rows, place_share
 
 PIECE = gl.constexpr(widen.PIECE.value)

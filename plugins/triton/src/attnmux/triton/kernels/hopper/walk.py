@@ -8,12 +8,12 @@ in the table of slots.
 
 # No annotations as strings: an aggregate reads those of its fields.
 
-from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from attnmux.triton.kernels import blocks, shares
+from attnmux.triton.kernels.hopper.gluon_names import next_power_of_2
 
 visible_range = gluon.jit(blocks.visible_range.fn)
 STATE = gl.constexpr(shares.STATE.value)
