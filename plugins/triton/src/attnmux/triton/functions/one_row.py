@@ -31,8 +31,11 @@ class Blocks:
     warps: int = 4
 
 
-EAGER = PLAIN_BLOCKS = NORMED_BLOCKS = Blocks()
-"""Of eager calls, and in compiled code of products without and with a norm."""
+EAGER = PLAIN_BLOCKS = Blocks()
+"""Of eager calls, and in compiled code of products without a norm."""
+
+NORMED_BLOCKS = Blocks(rows=16)
+"""Each program computes the norm again: benchmarks/results/compiled-h200.md#one-request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
