@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,13 @@ AND_MASKS, PACKED = (
 )
 """The code of transformers' mask functions that are made of others, and of those for sequences that
 are packed into one row."""
+
+REMAPPED: CodeType | None = None
+"""The code of those that count a packed row's places from its sequence's first."""
+with suppress(ImportError):  # before transformers 5.24
+    from transformers.masking_utils import remap_positions_for_packed_sequence
+
+    REMAPPED = remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
 
 
 class Lens(NamedTuple):
@@ -255,9 +263,18 @@ def _packing(mask: MaskFunction) -> tuple[MaskFunction, torch.Tensor | None]:
     packed = [part for part in parts if getattr(part, "__code__", None) is PACKED]
     if len(packed) != 1:
         return mask, None
-    others = [part for part in parts if part is not packed[0]]
+    others = [_in_sequence(part) for part in parts if part is not packed[0]]
     (cell,) = packed[0].__closure__
     return others[0] if len(others) == 1 else and_masks(*others), cell.cell_contents
+
+
+def _in_sequence(mask: MaskFunction) -> MaskFunction:
+    """The mask of a sequence by its own places, which are those in the row less a constant."""
+    if REMAPPED is None or getattr(mask, "__code__", None) is not REMAPPED:
+        return mask
+    captured = dict(zip(REMAPPED.co_freevars, mask.__closure__ or (), strict=True))
+    inner: MaskFunction = captured["mask_function"].cell_contents
+    return inner
 
 
 def _lens_of(sequences: torch.Tensor) -> Lens:
