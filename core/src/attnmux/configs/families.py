@@ -1,6 +1,6 @@
 """Facts that a config.json leaves to its model type: a table with a row for each family of types.
 
-Sources: the config classes of transformers 5.23, which a test compares; for types that transformers
+Sources: the config classes of transformers 5.24, which a test compares; for types that transformers
 does not have, the code that is published with their checkpoints.
 """
 
@@ -164,11 +164,12 @@ ROWS: tuple[tuple[str, Family], ...] = (
             sinks="every",
         ),
     ),
-    ("flint granite_swa granitemoe_swa hy_v4", Family(sinks="every")),
+    ("flint granite_swa granitemoe_swa hy_v4 hy_v4_vl_text", Family(sinks="every")),
     ("mimo_v2_flash", Family(defaults=MIMO, sinks="windowed", windowed_kv_heads=2)),
     # One latent for K and V
     ("deepseek_v2", Family(defaults={**LATENT, "num_attention_heads": 32})),
     ("deepseek_v3 deepseek_v32 kimi_k2", Family(defaults={**LATENT, "num_attention_heads": 128})),
+    ("sarvam_mla", Family(defaults={**LATENT, "num_attention_heads": 64})),
     ("minicpm3", Family(defaults=MINICPM3)),
     (
         "deepseek_v4",
@@ -184,7 +185,7 @@ ROWS: tuple[tuple[str, Family], ...] = (
     ),
     # Layers without softmax attention
     ("qwen3_next", Family(recurrent="gdn", defaults={"full_attention_interval": 4})),
-    ("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text", Family(recurrent="gdn")),
+    ("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text lara_mini", Family(recurrent="gdn")),
     ("olmo_hybrid qwen4_exp qwen4_exp_text", Family(recurrent="gdn")),
     ("kimi_linear bailing_hybrid", Family(recurrent="kda")),
     ("minimax minimax_text_01 minimax_m1 bailing_moe_linear", Family(recurrent="lightning")),
@@ -261,7 +262,7 @@ ROWS: tuple[tuple[str, Family], ...] = (
         ),
     ),
     (
-        "inkling inkling_text inkling2 inkling2_text prophetnet",
+        "inkling inkling_text inkling2 inkling2_text inkling2_loop inkling2_loop_text prophetnet",
         Family(unsayable="a bias by distance that depends on the query"),
     ),
     ("longformer", Family(unsayable=f"{WINDOWS} and tokens that all others see")),

@@ -19,7 +19,7 @@ DECODERS, OTHERS = (
     frozenset(names.split())
     for names in Path(__file__).with_name("transformers_types.txt").read_text("utf-8").split("\n\n")
 )
-"""The model types of transformers 5.23: those that generate text, with the text models in them;
+"""The model types of transformers 5.24: those that generate text, with the text models in them;
 and encoders, towers and models of other things than text. A test compares them."""
 
 

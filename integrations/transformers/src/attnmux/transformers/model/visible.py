@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -25,12 +25,11 @@ AND_MASKS, PACKED = (
 """The code of transformers' mask functions that are made of others, and of those for sequences that
 are packed into one row."""
 
-REMAPPED: CodeType | None = None
-"""The code of those that count a packed row's places from its sequence's first."""
-with suppress(ImportError):  # before transformers 5.24
-    from transformers.masking_utils import remap_positions_for_packed_sequence
-
-    REMAPPED = remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
+REMAPPED: Any = None
+"""The code of those that count a packed row's places from its sequence's first. Releases before
+transformers 5.24 have none."""
+if remapped := getattr(masking_utils, "remap_positions_for_packed_sequence", None):
+    REMAPPED = remapped(causal_mask_function, torch.empty(0)).__code__
 
 
 class Lens(NamedTuple):
