@@ -269,9 +269,10 @@ def _packing(mask: MaskFunction) -> tuple[MaskFunction, torch.Tensor | None]:
 
 def _in_sequence(mask: MaskFunction) -> MaskFunction:
     """The mask of a sequence by its own places, which are those in the row less a constant."""
-    if REMAPPED is None or getattr(mask, "__code__", None) is not REMAPPED:
+    code: Any = getattr(mask, "__code__", None)
+    if code is None or code is not REMAPPED:
         return mask
-    captured = dict(zip(REMAPPED.co_freevars, mask.__closure__ or (), strict=True))
+    captured = dict(zip(code.co_freevars, mask.__closure__ or (), strict=True))
     inner: MaskFunction = captured["mask_function"].cell_contents
     return inner
 
