@@ -67,6 +67,7 @@ RULES: Mapping[str, Callable[[Dims], object]] = {
             "num_decoder_layers",
             "num_encoder_layers",
             "num_layers_per_stack",
+            "layers",
         ],
         lambda dims: dims.layers,
     ),
@@ -117,6 +118,7 @@ RULES: Mapping[str, Callable[[Dims], object]] = {
     **dict.fromkeys(
         [
             "hidden_size",
+            "embed_dim",
             "d_model",
             "n_embd",
             "emb_dim",
