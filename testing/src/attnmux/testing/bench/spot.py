@@ -38,7 +38,7 @@ GENERAL = 500
 """Backends whose prior has this rank or a later one are timed by name alone. They serve if nothing
 made for the hardware does, and some compile for a minute for each shape."""
 
-OF_EACH = 9
+OF_EACH = 3
 """Items that each process compiles before they are timed."""
 
 
