@@ -24,7 +24,7 @@ SECONDS = 400.0
 
 
 class EngineFailed(Exception):
-    """What an engine's process printed of its error."""
+    """An engine did not start, or did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Side:
     backend: str | None = None
     """The backend that attnmux must take; None lets it choose."""
     place: int = 0
-    """Among the sides that live at a time."""
+    """Its number among the sides that live at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +50,15 @@ class Model:
     longest: int
     """Tokens of a request."""
     tokens: int
-    """In the cache at a time."""
+    """Tokens that the cache must hold."""
     cached_bytes: int
-    """Of a token."""
+    """Bytes that a token takes in the cache."""
     kv_dtype: str
-    """In the engine's words."""
+    """The name that the engine gives it."""
     share: float
-    """Of the device's memory, for this engine."""
+    """The share of the device's memory that this engine may take."""
     arguments: Mapping[str, Any]
-    """Further ones, in the engine's words."""
+    """Arguments that override or join those made here, as the engine names them."""
 
 
 class Drawn(NamedTuple):
@@ -164,8 +164,8 @@ class Engine:
         theirs.close()
 
     def wait(self) -> tuple[float, list[list[int]]]:
-        """What the child sends next: once when it is ready, then for each question. Raises
-        EngineFailed."""
+        """Wait for the child: until it is ready, then for each answer. Returns the seconds that it
+        took, and the tokens. Raises EngineFailed."""
         try:
             if not self._pipe.poll(SECONDS):
                 raise EngineFailed(f"no answer within {SECONDS:.0f} s")
@@ -178,7 +178,8 @@ class Engine:
         return seconds, tokens
 
     def ask(self, prompts: Prompts | Drawn, new: Sequence[int]) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens. Of drawn prompts it returns no tokens. new: how many of each."""
+        """Generate `new` tokens for each prompt. Returns as `wait` does, without those of drawn
+        prompts."""
         self._pipe.send((prompts, new))
         return self.wait()
 

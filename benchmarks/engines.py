@@ -24,11 +24,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import operator
 import os
 import random
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 from benchmarks.engine_models import MODELS, cached_bytes
 from benchmarks.engine_processes import NAMES, Drawn, Engine, EngineFailed, Model, Side
+from transformers import AutoConfig
 
 from attnmux.testing.bench import Report, facts
 from attnmux.testing.bench.timing import Meter, Times, interleave
@@ -44,7 +47,7 @@ from attnmux.transformers import recall
 
 TEXTS = 24
 MOST_PROMPT_TOKENS = 200_000
-"""Of a work's prompts over all rounds."""
+"""The most tokens of prompts that a batch is given in all rounds together."""
 ENDS = 512
 """Tokens of a request beyond its prompt and answer: the rest of its last pages."""
 MEMORY = 0.9
@@ -149,13 +152,7 @@ def main(
     """Print each side's times, and whether its texts are the engine's own."""
     # What the children import may ask for devices in another way, after which vLLM cannot fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    ours = NAMES[engine]
-    sides = [
-        Side(label=engine, attention=None),
-        *(Side(label=f"{engine} {each}", attention=each) for each in own),
-        Side(label="attnmux", attention=ours),
-        *(Side(label=f"attnmux {each}", attention=ours, backend=each) for each in backends),
-    ]
+    sides = sides_of(engine, own, backends)
     pairs = (argument.split("=", 1) for argument in arguments)
     given = {key: json.loads(value) for key, value in pairs}
     parsed, config = [Work.parse(text) for text in works], MODELS[name](tiny)
@@ -184,9 +181,20 @@ def main(
         if only != "texts":
             with started(engine, model, sides, config.vocab_size, report) as engines:
                 for work in parsed if engines else ():
-                    tell(report, work, new, *timing.of(engines, work))
+                    tell(report, engine, work, new, *timing.of(engines, work))
         if only != "speed":
             tell_texts(report, engine, shipped(model, itemsize), sides)
+
+
+def sides_of(engine: str, own: Sequence[str], backends: Sequence[str]) -> list[Side]:
+    """The engine's default first, which has the engine's name."""
+    ours = NAMES[engine]
+    return [
+        Side(label=engine, attention=None),
+        *(Side(label=f"{engine} {each}", attention=each) for each in own),
+        Side(label="attnmux", attention=ours),
+        *(Side(label=f"attnmux {each}", attention=ours, backend=each) for each in backends),
+    ]
 
 
 @contextlib.contextmanager
@@ -195,7 +203,7 @@ def started(
 ) -> Iterator[Mapping[str, Engine]]:
     """All sides' engines that started, by label; notes of the others."""
     every = {
-        side.label: Engine(engine, model, _placed(side, place), vocabulary)
+        side.label: Engine(engine, model, replace(side, place=place), vocabulary)
         for place, side in enumerate(sides)
     }
     try:
@@ -212,13 +220,8 @@ def started(
             each.end()
 
 
-def _placed(side: Side, place: int) -> Side:
-    return Side(label=side.label, attention=side.attention, backend=side.backend, place=place)
-
-
-def tell(report: Report, work: Work, new: int, fill: Times, decode: Times) -> None:
-    """A row for each side; ratios are to the first."""
-    first = next(iter(fill.us))
+def tell(report: Report, default: str, work: Work, new: int, fill: Times, decode: Times) -> None:
+    """A row for each side. default: the label of the side that ratios are over."""
     for label in fill.us:
         cells: list[Any] = [label, str(work)]
         record: dict[str, Any] = {"side": label, "work": str(work)}
@@ -226,36 +229,33 @@ def tell(report: Report, work: Work, new: int, fill: Times, decode: Times) -> No
             us = times.us.get(label) or []
             seconds = times.median(label) / 1e6 if us else None
             value = seconds if name == "prompts" or not seconds else work.batch * new / seconds
-            cells += [value, speeds(times, label, first)]
+            cells += [value, speeds(times, label, default)]
             record[f"{name}_seconds"] = [each / 1e6 for each in us]
         report.add(*cells, None, None, record=record)
     for error in {**fill.failures, **decode.failures}.items():
         report.note("{}: {}".format(*error))
 
 
-def speeds(times: Times, label: str, first: str) -> str | None:
-    """The side's speed over the first's: the median of the rounds, the least and the most."""
-    mine, theirs = times.us.get(label), times.us.get(first)
-    if not mine or not theirs or label in times.failures or first in times.failures:
+def speeds(times: Times, label: str, default: str) -> str | None:
+    """The side's speed over the default's: the median of the rounds, the least and the most. None
+    if one of them has no times."""
+    mine, theirs = times.us.get(label), times.us.get(default)
+    if not mine or not theirs or {label, default} & times.failures.keys():
         return None
     ratios = [other / own for other, own in zip(theirs, mine, strict=True)]
-    return f"{times.ratio(first, label):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 def shipped(model: Model, itemsize: int) -> Model:
     """The shipped model, in the same engine."""
-    config = json.loads((recall.PATH / "config.json").read_text())
-    row = 2 * config["num_key_value_heads"] * config["head_dim"] * itemsize
-    return Model(
+    return replace(
+        model,
         folder=recall.PATH,
         random_weights=False,
         most_requests=TEXTS,
         longest=1024,
         tokens=TEXTS * 1024,
-        cached_bytes=config["num_hidden_layers"] * row,
-        kv_dtype=model.kv_dtype,
-        share=model.share,
-        arguments=model.arguments,
+        cached_bytes=cached_bytes(AutoConfig.from_pretrained(recall.PATH), itemsize),
     )
 
 
@@ -267,17 +267,15 @@ def questions() -> tuple[list[list[int]], list[bytes]]:
 
 
 def tell_texts(report: Report, engine: str, model: Model, sides: Sequence[Side]) -> None:
-    """A row for each side: its right answers, and those that are the first side's."""
+    """A row for each side: its right answers, and those that are the default's."""
     prompts, answers = questions()
     new = [len(answer) for answer in answers]
-    first: list[list[int]] | None = None
     with started(engine, model, sides, 256, report) as engines:
-        for label, each in engines.items():
-            texts = each.ask(prompts, new)[1]
-            first = first or texts
+        given = {label: each.ask(prompts, new)[1] for label, each in engines.items()}
+        for label, texts in given.items():
             right = sum(bytes(text) == answer for text, answer in zip(texts, answers, strict=True))
-            equal = sum(text == other for text, other in zip(texts, first, strict=True))
-            counts = (f"{right}/{TEXTS}", f"{equal}/{TEXTS}")
+            equal = sum(map(operator.eq, texts, given.get(engine, ())))
+            counts = (f"{right}/{TEXTS}", f"{equal}/{TEXTS}" if engine in given else None)
             record = {"side": label, "right": right, "equal": equal}
             report.add(label, "texts", None, None, None, None, *counts, record=record)
 

@@ -32,10 +32,11 @@ class Blocks:
 
 
 EAGER = PLAIN_BLOCKS = Blocks()
-"""Of eager calls, and in compiled code of products without a norm."""
+"""How eager calls read a weight, and compiled code that of a product without a norm."""
 
 NORMED_BLOCKS = Blocks(rows=16)
-"""Each program computes the norm again: benchmarks/results/compiled-h200.md#one-request."""
+"""How compiled code reads a weight after a norm, which each program computes: fewer programs are
+faster. See benchmarks/results/compiled-h200.md#one-request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
+from attnmux.triton.launches import shapes
+
 try:
     barrier = gl.barrier
 except AttributeError:  # before Triton 3.7
@@ -17,8 +19,5 @@ try:
 except AttributeError:  # before Triton 3.8
     copy_to_shared = async_copy.async_copy_global_to_shared
 
-
-@gluon.constexpr_function
-def next_power_of_2(number):  # type: ignore[no-untyped-def]  # a kernel's
-    """SGLang puts a function that no kernel can call in the place of Triton's."""
-    return 1 << max(number - 1, 0).bit_length()
+next_power_of_2 = gluon.constexpr_function(shapes.next_power_of_2)
+"""Not Triton's: SGLang puts a function in its place that no kernel can call."""
