@@ -72,6 +72,9 @@ def folder(tmp_path: Path) -> Path:
         Interface("engine.api", "Layer.make", ("config",)),
         Interface("engine.api", "layers.Layer.forward", ("q", "k", "out", "scale")),
         Interface("engine.api", "run", ("layer", "step", "graph"), ("ran",)),
+        Interface(
+            "engine.api", "Layer.forward", ("q", "k", "out", "scale", "later"), overridden=True
+        ),
     ],
 )
 def test_present(interface, folder):
@@ -96,6 +99,14 @@ def test_present(interface, folder):
         (
             Interface("engine.api", "Layer.forward", ("q", "k", "out", "mask")),
             "engine.api:Layer.forward(q, k, out, mask), which is (q, k, out, scale)",
+        ),
+        (
+            Interface("engine.api", "Layer.forward", ("q", "k", "out"), overridden=True),
+            "engine.api:Layer.forward(q, k, out), which is (q, k, out, scale)",
+        ),
+        (
+            Interface("engine.api", "Layer.forward", ("q", "out", "k", "scale"), overridden=True),
+            "engine.api:Layer.forward(q, out, k, scale), which is (q, k, out, scale)",
         ),
         (Interface("engine.layers", "FAST", ()), "engine.layers:FAST()"),
     ],

@@ -242,6 +242,35 @@ def test_a_pool_that_translates_slots(make, layer_id):
         assert_same(pool, expected, stored)
 
 
+def test_a_writer_compiles_over_a_pool_that_alone_can_translate(monkeypatch):
+    """It has no table for kernels, and its look-up takes no slot that there is not."""
+    pool = SWAKVPool(full=mha(torch.float16, 5), swa=mha(torch.float16, 6))
+    monkeypatch.setattr(SWAKVPool, "slot_map", lambda *_: None)
+    for layer_id in (5, 6):
+        PoolWriter(pool).warm_up(layer_of(pool, layer_id), torch.float16)
+
+
+@pytest.mark.parametrize("layer_id", [5, 6])
+def test_a_table_of_slots_in_int64(layer_id, monkeypatch):
+    """As SGLang's is."""
+    pool = SWAKVPool(full=mha(torch.float16, 5), swa=mha(torch.float16, 6))
+    expected = SWAKVPool(full=mha(torch.float16, 5), swa=mha(torch.float16, 6))
+    for each in (pool, expected):
+        pages = torch.arange(1, NUM_SLOTS // PAGE_SIZE)
+        each.pair(pages, pages.flip(0))
+    found = SWAKVPool.slot_map
+    monkeypatch.setattr(
+        SWAKVPool,
+        "slot_map",
+        lambda self, at: None if found(self, at) is None else found(self, at).long(),
+    )
+    layer = layer_of(pool, layer_id)
+    loc, rows = slots(11), rows_of(layer, 11, torch.float16)
+    in_one_launch(pool, layer, loc, rows)
+    as_the_pool_does(expected, layer, loc, rows)
+    assert_same(pool, expected, layer_id)
+
+
 @pytest.mark.parametrize("layer_id", [5, 6])
 def test_a_pool_of_several_dtypes(layer_id):
     """Each layer is rounded and scaled as its own dtype is."""

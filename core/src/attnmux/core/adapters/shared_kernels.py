@@ -7,7 +7,8 @@ after the kernel and the type of torch device that it runs on:
     "kv_writer.cuda" = "acme.write:make_writer"
 
 The entry point is a function of the `BackendContext`. It compiles the kernel by a launch that
-changes nothing. Plain torch operations serve if no kernel is offered.
+changes nothing but the pool's slot 0, which is padding's. Plain torch operations serve if no kernel
+is offered.
 
 | kernel | the function returns |
 |---|---|

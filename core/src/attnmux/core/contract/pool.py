@@ -226,8 +226,8 @@ class KVPool(ABC):
         return slots
 
     def slot_map(self, layer_id: int) -> torch.Tensor | None:
-        """The table that `translate` reads, for kernels that translate themselves: [slots] int32,
-        at a fixed address, from slots of the request table to slots of the layer's buffer.
+        """The table that `translate` reads, for kernels that translate themselves: [slots] int32 or
+        int64, at a fixed address, from slots of the request table to slots of the layer's buffer.
 
         None if the two are equal, or if `translate` is more than a look-up.
         """

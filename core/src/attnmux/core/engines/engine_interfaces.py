@@ -28,11 +28,14 @@ class Interface:
     name: str = ""
     """"function", "Class", "Class.method" or "VALUE"; empty for the module alone."""
     parameters: tuple[str, ...] | None = None
-    """Names that are passed or overridden, in their order, without `self` and `cls`; any other must
-    have a default. None: it is not called."""
+    """Names that are passed, in their order, without `self` and `cls`; any other must have a
+    default. None: it is not called."""
     attributes: tuple[str, ...] = ()
     """For a class: members, also inherited ones, and attributes that its methods set on `self`. For
     a function: attributes that it sets on its arguments."""
+    overridden: bool = False
+    """Whether the engine calls the integration's own method instead: `parameters` are its names.
+    Each of the engine's must be among them, with a default or without."""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}" if self.name else self.module
@@ -185,7 +188,11 @@ def _gaps(interface: Interface, sources: Sources) -> Iterator[str]:
             return
         names, required = _parameters(called.args)
         known = [name for name in names if name in interface.parameters]
-        if known != list(interface.parameters) or not required <= set(known):
+        if interface.overridden:
+            fits = known == names == [each for each in interface.parameters if each in names]
+        else:
+            fits = known == list(interface.parameters) and required <= set(known)
+        if not fits:
             expected = f"({', '.join(interface.parameters)})"
             yield f"{interface}{expected}, which is ({', '.join(names)})"
 

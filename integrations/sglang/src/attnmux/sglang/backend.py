@@ -123,8 +123,12 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         elif k is not None and v is not None:
             k = k.view(-1, spec.tp_k_head_num, spec.qk_head_dim)
             v = v.view(-1, spec.tp_v_head_num, spec.v_head_dim)
+        # Between the graphs of a prompt's pieces, the rows that the next one reads
+        out = forward_batch._attn_output
+        if out is not None:
+            out = out.view(-1, spec.tp_q_head_num, spec.v_head_dim)
         out = self.backend.forward(
-            q, k, v, spec, self._prepared(), save_kv_cache, q_rope=q_rope, k_rope=k_rope
+            q, k, v, spec, self._prepared(), save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out
         )
         return out.view(out.shape[0], -1)
 

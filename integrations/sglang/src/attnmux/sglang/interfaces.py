@@ -66,11 +66,13 @@ SERVING = (
         f"{BACKENDS}.base_attn_backend",
         "AttentionBackend.init_forward_metadata_out_graph",
         ("forward_batch", "in_capture"),
+        overridden=True,
     ),
     Interface(
         f"{BACKENDS}.base_attn_backend",
         "AttentionBackend.init_cuda_graph_state",
         ("max_bs", "max_num_tokens"),
+        overridden=True,
     ),
     Interface("sglang.srt.configs.hybrid_arch", "mambaish_config", ("model_config",)),
     Interface("sglang.srt.configs.model_config", "is_deepseek_dsa", ("config",)),
@@ -113,9 +115,9 @@ SERVING = (
         f"{RUNNER}.forward_batch_info",
         "ForwardBatch",
         attributes=(
-            *("batch_size", "extend_seq_lens", "extend_seq_lens_cpu", "forward_mode"),
-            *("out_cache_loc", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu"),
-            "spec_info",
+            *("_attn_output", "batch_size", "extend_seq_lens", "extend_seq_lens_cpu"),
+            *("forward_mode", "out_cache_loc", "positions", "req_pool_indices", "seq_lens"),
+            *("seq_lens_cpu", "spec_info"),
         ),
     ),
     Interface(
@@ -150,6 +152,7 @@ SERVING = (
         "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods",
         "AttnForwardMethod.MLA",
     ),
+    Interface("sglang.srt.models.deepseek_common.utils", "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"),
     Interface("sglang.srt.runtime_context", "get_exec", ()),
     Interface("sglang.srt.runtime_context", "get_spec", ()),
     Interface(

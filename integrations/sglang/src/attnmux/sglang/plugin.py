@@ -55,7 +55,7 @@ def create(runner: Any) -> AttnmuxAttnBackend:  # noqa: ANN401  # SGLang's Model
     from attnmux.sglang.backend import AttnmuxAttnBackend
     from attnmux.sglang.latent import serve_latent
 
-    serve_latent(NAME)
+    serve_latent(NAME, runner)
     return AttnmuxAttnBackend(runner)
 
 

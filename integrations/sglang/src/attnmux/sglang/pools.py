@@ -75,7 +75,8 @@ class SglangWindowPool(SWAKVPool):
         return self._gather(slots)
 
     def slot_map(self, layer_id: int) -> torch.Tensor | None:
-        return None  # the table is int64, where kernels take int32
+        is_full = self._pool_of(layer_id) is self.full
+        return None if is_full else self._theirs.full_to_swa_index_mapping
 
     def translate_pages(self, pages: torch.Tensor, layer_id: int) -> torch.Tensor:
         if self._pool_of(layer_id) is self.full:

@@ -346,6 +346,7 @@ class LatentImpl(MLAAttentionImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
         """Keep the new latents [T, rank] and rotary keys [T, 1, rope] for the `forward_mqa` that
         follows: the backend writes them, at the slots of the step."""

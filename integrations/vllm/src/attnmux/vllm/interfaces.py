@@ -139,16 +139,19 @@ BACKEND = (
         "vllm.v1.attention.backend",
         "AttentionMetadataBuilder.get_cudagraph_support",
         ("vllm_config", "kv_cache_spec"),
+        overridden=True,
     ),
     Interface(
         "vllm.v1.attention.backend",
         "AttentionMetadataBuilder.build",
         ("common_prefix_len", "common_attn_metadata", "fast_build"),
+        overridden=True,
     ),
     Interface(
         "vllm.v1.attention.backend",
         "AttentionMetadataBuilder.build_for_cudagraph_capture",
         ("common_attn_metadata",),
+        overridden=True,
     ),
     Interface(
         "vllm.v1.attention.backend",
@@ -187,16 +190,22 @@ BACKEND = (
             "output_scale",
             "output_block_scale",
         ),
+        overridden=True,
     ),
     Interface(
         "vllm.v1.attention.backend",
         "MLAAttentionImpl.do_kv_cache_update",
-        ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+        (
+            *("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+            "skip_scale",
+        ),
+        overridden=True,
     ),
     Interface(
         "vllm.v1.attention.backend",
         "MLAAttentionImpl.forward_mqa",
         ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+        overridden=True,
     ),
     Interface(
         "vllm.v1.attention.backend",

@@ -253,15 +253,15 @@ class PoolWriter:
         writer.write(layer, loc, first, second)
 
     def warm_up(self, layer: LayerSpec, dtype: torch.dtype) -> None:
-        """Compile a layer's kernel for rows of a dtype by a launch that writes nothing: its one
-        slot does not exist."""
+        """Compile a layer's kernel for rows of a dtype by a launch that writes zeros to slot 0,
+        which is padding's in every pool and for every layer."""
         first, second = self._pool.get_kv_buffer(layer.layer_id)
         is_latent = layer.kind == "mla"
         if is_latent:
             first, second = first[..., : second.shape[-1]], first[..., second.shape[-1] :]
-        nowhere = torch.full((1,), -1, dtype=torch.int64, device=first.device)
-        rows = [nowhere.new_zeros((1, *row_shape(part)), dtype=dtype) for part in (first, second)]
-        self.write(layer, nowhere, *rows, is_latent=is_latent)
+        loc = torch.zeros(1, dtype=torch.int64, device=first.device)
+        rows = [loc.new_zeros((1, *row_shape(part)), dtype=dtype) for part in (first, second)]
+        self.write(layer, loc, *rows, is_latent=is_latent)
 
 
 def make_writer(context: BackendContext) -> PoolWriter | None:
