@@ -149,6 +149,9 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._group = self._decided()
         self._is_bound = False
+        if self._group.prompts is not None:
+            # Requests of one token come first in a step
+            self.reorder_batch_threshold = 1
 
     @classmethod
     def get_cudagraph_support(
@@ -310,8 +313,9 @@ class DenseImpl(AttentionImpl):
 
 
 class LatentImpl(MLAAttentionImpl):
-    """Attention of an MLA layer on the latent. vLLM multiplies K's half of `kv_b_proj` into Q and
-    V's half into the output, for all tokens of a step."""
+    """Attention of an MLA layer: over expanded K and V of prompts that begin in a step, and on the
+    latent of all other tokens. For these vLLM multiplies K's half of `kv_b_proj` into Q and V's
+    half into the output."""
 
     def __init__(
         self,
@@ -335,6 +339,8 @@ class LatentImpl(MLAAttentionImpl):
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = latent["kv_lora_rank"]
+        self.kv_b_proj = latent["kv_b_proj"]
+        self.v_head_dim = latent["v_head_dim"]
         self.q_pad_num_heads = None
         self._new: tuple[torch.Tensor, ...] = ()
 
@@ -351,6 +357,28 @@ class LatentImpl(MLAAttentionImpl):
         """Keep the new latents [T, rank] and rotary keys [T, 1, rope] for the `forward_mqa` that
         follows: the backend writes them, at the slots of the step."""
         self._new = kv_c_normed.unsqueeze(1), k_pe
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Step,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """q: [T, Hq, nope + rope] of the step's prompts, with their latents [T, rank] and rotary
+        keys [T, 1, rope]; output: [T, Hq * Dv]."""
+        if not attn_metadata.num_decode_tokens:
+            self._new = ()
+        expanded = self.kv_b_proj(kv_c_normed)[0].view(*q.shape[:2], -1)
+        nope, v = expanded.split([expanded.shape[-1] - self.v_head_dim, self.v_head_dim], dim=-1)
+        k = torch.cat([nope, k_pe.expand(-1, self.num_heads, -1)], dim=-1)
+        out = output.view(*q.shape[:2], self.v_head_dim)
+        latent = kv_c_normed.unsqueeze(1), k_pe
+        attn_metadata.forward_prompts(self, q, k, v, latent, out)
 
     def forward_mqa(
         self,

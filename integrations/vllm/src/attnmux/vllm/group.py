@@ -15,6 +15,7 @@ from attnmux.core import (
     Chooser,
     Decision,
     ForwardBatch,
+    InvalidInput,
     KVPool,
     LayerSpec,
     Request,
@@ -27,6 +28,7 @@ from attnmux.core import (
 from attnmux.vllm.asking import kv_dtype
 from attnmux.vllm.block_table import BlockTable
 from attnmux.vllm.layers import is_latent, request_of, slots_of, specs_of
+from attnmux.vllm.prompts import prompt_backend
 from attnmux.vllm.steps import StepBuilder
 
 if TYPE_CHECKING:
@@ -41,12 +43,16 @@ class Step:
     """vLLM's metadata of a step, for the layers of a group.
 
     vLLM adds an attribute for layers with attention chunks, and reads the counts in its MLA layer.
-    All tokens count as decoding there, so that prompts run absorbed, on the same backend.
+    There all tokens but those of `prompts` count as decoding, so that they run absorbed.
     """
 
     group: Group
     batch: ForwardBatch
     num_actual_tokens: int
+    prompts: ForwardBatch | None = None
+    """Requests after those of `batch` whose K and V are expanded."""
+    expanded: ForwardBatch | None = None
+    """The same for the backend that attends to them."""
     prepared: bool = False
     """Whether the half of the metadata that a graph holds was prepared. The first layer does it,
     since a captured graph begins with the model."""
@@ -59,6 +65,9 @@ class Step:
     def __post_init__(self) -> None:
         self.num_decodes = self.batch.batch_size
         self.num_decode_tokens = self.num_actual_tokens
+        if self.prompts is not None:
+            self.num_prefills = self.prompts.batch_size
+            self.num_decode_tokens -= self.prompts.num_tokens
 
     def forward(self, layer_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # as the backend's
         """`AttentionBackend.forward` of a layer, by vLLM's name."""
@@ -68,6 +77,24 @@ class Step:
             self.prepared = True
         q, k, v = args
         return group.backend.forward(q, k, v, group.spec(layer_name), batch, **kwargs)
+
+    def forward_prompts(
+        self,
+        impl: Any,  # noqa: ANN401  # the layer's
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        latent: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Expanded attention of `prompts`, as `PromptBackend.forward` has it. latent: their new
+        rows [T, 1, rank] and [T, 1, rope], which are written to the cache."""
+        group = self.group
+        if self.prompts is None or self.expanded is None or group.prompts is None:
+            raise InvalidInput("step", got="no prompts", expected="a step that has prompts")
+        nope, rope = latent
+        group.backend.save_kv(nope, None, group.spec_of(impl), self.prompts, k_rope=rope)
+        group.prompts.forward(q, k, v, self.expanded, out)
 
 
 class Group:
@@ -114,6 +141,21 @@ class Group:
 
         self.decision = make_first(lambda failed: decide(request, failed), rehearsed, _tell)
         logger.info("%d layers: %s", len(layers), self.decision.summary())
+        # Expanded, a prompt's results would depend on whether its prefix was cached
+        expands = request.kind == "mla" and request.sliding_window is None
+        self.prompts = (
+            prompt_backend(
+                next(iter(layers.values())),
+                chooser,
+                dtype=dtype,
+                max_num_reqs=max_num_reqs,
+                max_num_tokens=self._max_num_tokens,
+                device=device,
+                watched=self._watched,
+            )
+            if expands and not request.deterministic
+            else None
+        )
 
     def bind(self, width: int) -> None:
         """Make the backend over vLLM's caches, which are bound to the layers.
@@ -121,6 +163,7 @@ class Group:
         width: columns of the block table.
         """
         self._specs = self._described()  # those of the rehearsal keep its copies of sinks
+        self._of_impls = {id(self.layers[name].impl): spec for name, spec in self._specs.items()}
         caches = {name: layer.kv_cache for name, layer in self.layers.items()}
         pool = _pool(self.layers, self._specs, caches, self._page_size)
         table = self._table(width)
@@ -165,14 +208,21 @@ class Group:
     def spec(self, layer_name: str) -> LayerSpec:
         return self._specs[layer_name]
 
+    def spec_of(self, impl: Any) -> LayerSpec:  # noqa: ANN401  # a layer's
+        return self._of_impls[id(impl)]
+
     def step(self, common: CommonAttentionMetadata, *, in_capture: bool = False) -> Step:
         """Prepare a step, as far as the host does it."""
-        batch = self._steps.step(common)
+        num_prompts = 0 if self.prompts is None else self._steps.num_prompts(common)
+        batch, prompts = self._steps.step(common, num_prompts)
         debug = self.backend.context.debug
         self.backend.init_forward_metadata_out_graph(batch, in_capture)
         if debug:
             self.prepare_in_graph(batch)
-        return Step(self, batch, common.num_actual_tokens, prepared=debug)
+        step = Step(self, batch, common.num_actual_tokens, prompts, prepared=debug)
+        if self.prompts is not None and prompts is not None:
+            step.expanded = self.prompts.prepare(prompts)
+        return step
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         """Prepare the part of the step that a graph holds."""

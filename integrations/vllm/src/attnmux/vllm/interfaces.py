@@ -134,6 +134,7 @@ BACKEND = (
         "vllm.v1.attention.backend",
         "AttentionMetadataBuilder",
         ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+        ("reorder_batch_threshold",),
     ),
     Interface(
         "vllm.v1.attention.backend",
@@ -203,6 +204,15 @@ BACKEND = (
     ),
     Interface(
         "vllm.v1.attention.backend",
+        "MLAAttentionImpl.forward_mha",
+        (
+            *("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale"),
+            *("output", "output_scale"),
+        ),
+        overridden=True,
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
         "MLAAttentionImpl.forward_mqa",
         ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
         overridden=True,
@@ -219,6 +229,7 @@ BACKEND = (
             "query_start_loc",
             "query_start_loc_cpu",
             "seq_lens",
+            "seq_lens_cpu_upper_bound",
             "slot_mapping",
         ),
     ),
