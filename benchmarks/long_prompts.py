@@ -163,7 +163,7 @@ def _calls(step: Step, case: Case) -> Callable[[AttentionBackend], Callable[[], 
     dtype, device = step.q.dtype, step.q.device
     new = partial(torch.randn, dtype=dtype, device=device)
     weight = new(heads * (NOPE + V), rank) / rank**0.5
-    projection = UpProjection(weight=weight, num_heads=heads, v_head_dim=V)
+    projection = UpProjection.of(weight, num_heads=heads, v_head_dim=V)
     q = new(step.q.shape[0], heads, NOPE + k_rope.shape[-1])
     layer = step.layers[0]
 

@@ -134,9 +134,9 @@ class World:
             self.step = zigzag_step(self.whole.batch, rank=group.rank, size=group.size)
         rows = case.num_q_heads * (case.head_dim - (case.qk_rope_head_dim or 0) + case.v_head_dim)
         rank = case.kv_lora_rank or 1
-        weight = setup.random(rows, rank) / rank**0.5
-        self.projection = UpProjection(
-            weight=weight, num_heads=case.num_q_heads, v_head_dim=case.v_head_dim
+        self.weight = weight = setup.random(rows, rank) / rank**0.5
+        self.projection = UpProjection.of(
+            weight, num_heads=case.num_q_heads, v_head_dim=case.v_head_dim
         )
         shape = self.whole.batch.num_tokens, case.num_q_heads, case.head_dim
         self.latent_q = [setup.random(*shape) for _ in self.whole.inputs]
@@ -193,8 +193,11 @@ class World:
             for buffer, new in zip(buffers(setup, given.layer.layer_id), rows, strict=True):
                 put(buffer, slots, new)
             q, q_rope = given.q, given.q_rope
-            weight = self.projection.weight.double()
-            exact = replace(self.projection, weight=weight)
+            exact = UpProjection.of(
+                self.weight.double(),
+                num_heads=self.projection.num_heads,
+                v_head_dim=self.projection.v_head_dim,
+            )
             if self.case.latent:
                 q, q_rope = exact.absorbed_queries(latent_q.double())
             table = setup.context.req_to_token_pool.req_to_token

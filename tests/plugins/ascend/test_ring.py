@@ -167,7 +167,7 @@ def test_long_prompts_of_mla_run_expanded(step, monkeypatch: pytest.MonkeyPatch)
     assert {type(each) for each in backend.expanded} == {AscendRingBackend}
     prepared = WORLD.prepare(world, step)
     weight = world.random(4 * 256, 512) / 512**0.5
-    projection = UpProjection(weight=weight, num_heads=4, v_head_dim=128)
+    projection = UpProjection.of(weight, num_heads=4, v_head_dim=128)
     for given in prepared.inputs:
         q = world.random(prepared.batch.num_tokens, 4, 192)
         answers = []

@@ -51,12 +51,10 @@ def test_the_answer_is_that_of_absorbed_attention(step) -> None:
     ours = ChunkedPrefixBackend(
         absorbed=absorbed,
         expanded=[FA3Backend(expanded, {"num_splits": 0}, FA3) for _ in range(3)],
-        chunk_bytes=128 * 4 * (192 + 128) * 2,
+        chunk_bytes=128 * 4 * (192 + 256) * 2,
     )
     prepared = WORLD.prepare(world, step)
-    projection = UpProjection(
-        weight=world.random(4 * 256, 512) / 512**0.5, num_heads=4, v_head_dim=128
-    )
+    projection = UpProjection.of(world.random(4 * 256, 512) / 512**0.5, num_heads=4, v_head_dim=128)
     for given in prepared.inputs:
         q = world.random(prepared.batch.num_tokens, 4, 192)
         answers = []

@@ -243,11 +243,7 @@ class InterleavedAttnBackend(AttentionBackend):
 
         def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
             rows = latents if keys is None else self._gathered(keys, layer, q)[0]
-            spec, _ = self._parts.layers[layer.layer_id]
-            k = q.new_empty((len(rows), spec.tp_k_head_num, spec.qk_head_dim))
-            v = q.new_empty((len(rows), spec.tp_v_head_num, spec.v_head_dim))
-            projection.expand(rows.squeeze(1), k, v)
-            return k, v
+            return projection.expand(*rows.squeeze(1).tensor_split([projection.rank], dim=-1))
 
         return self._scaled(self._parts.attend(q, read, layer), layer)
 

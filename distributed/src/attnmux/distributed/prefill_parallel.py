@@ -260,12 +260,7 @@ class PrefillParallelBackend(DispatchingBackend):
     ) -> Stored:
         """K [n, H, nope + rope] and V [n, H, v] of latent rows."""
         (rows,) = kv.values(stored, dtype)
-        layer, _ = self._parts.layers[kv.layer.layer_id]
-        heads, tensor = layer.tp_q_head_num, self.context.workspace.tensor
-        k = tensor("prefill_parallel.k", (len(rows), heads, layer.qk_head_dim), dtype)
-        v = tensor("prefill_parallel.v", (len(rows), heads, layer.v_head_dim), dtype)
-        projection.expand(rows.squeeze(1), k, v)
-        return k, v
+        return projection.expand(*rows.squeeze(1).tensor_split([projection.rank], dim=-1))
 
     def _over_pool(
         self, call: AttentionCall, step: ZigzagStep, kv: KVRows, own: torch.Tensor

@@ -28,8 +28,8 @@ from attnmux.parts.key_parts import KeyPart
 from attnmux.parts.part_attention import PartAttention
 from attnmux.parts.requests import parts_request
 
-CHUNK_BYTES = 1 << 29
-"""Memory for the expanded K and V of a chunk: 6,241 tokens of DeepSeek-V3's 128 heads in bfloat16,
+CHUNK_BYTES = 3 << 28
+"""Memory for the expanded heads of a chunk: 7,021 tokens of DeepSeek-V3's 128 heads in bfloat16,
 enough for merging to take less than a twentieth of the attention."""
 
 SHAPE = (
@@ -70,13 +70,13 @@ class ChunkedPrefixBackend(DispatchingBackend):
         self._parts = PartAttention[torch.Tensor](expanded, layers, pool)
         layer = layers[0]
         own, _ = self._parts.layers[layer.layer_id]
-        self._dims = (own.tp_q_head_num, own.qk_head_dim, own.v_head_dim)
-        row = own.tp_q_head_num * (own.qk_head_dim + own.v_head_dim)
+        nope = own.qk_head_dim - layer.qk_rope_head_dim
+        # The product has K without its rotary part and V, and K comes once more as a whole
+        row = own.tp_q_head_num * (nope + own.v_head_dim + own.qk_head_dim)
         itemsize = 2 if self._dtype is None else self._dtype.itemsize
         self.chunk_tokens = max(chunk_bytes // (row * itemsize), 1)
         """Cached tokens that are expanded at once."""
         if crossing is None:
-            nope = own.qk_head_dim - layer.qk_rope_head_dim
             crossing = crossing_by_operations(rank=layer.v_head_dim, nope=nope, v=own.v_head_dim)
         self.crossing = crossing
 
@@ -114,29 +114,33 @@ class ChunkedPrefixBackend(DispatchingBackend):
         if not self.runs_expanded or batch.forward_mode is ForwardMode.IDLE:
             return super().forward_latent(q, latent, k_rope, layer, batch, projection)
         self.absorbed.save_kv(latent, None, layer, batch, k_rope=k_rope)
-        read = partial(self._keys, layer=layer, projection=projection, dtype=q.dtype)
+        own = latent.squeeze(1), k_rope.squeeze(1)
+        read = partial(self._keys, layer=layer, projection=projection, own=own)
         return self._parts.attend(q, read, layer)
 
     def _keys(
-        self, slots: torch.Tensor, layer: LayerSpec, projection: UpProjection, dtype: torch.dtype
+        self,
+        slots: torch.Tensor,
+        layer: LayerSpec,
+        projection: UpProjection,
+        own: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K [n, H, nope + rope] and V [n, H, v] of the keys in slots [n].
 
-        The pool's values are read for new tokens too: it may have rounded them.
+        own: latent and rotary K of the step's new tokens. If the pool may have rounded them, its
+        values are read instead.
         """
-        pool, workspace = self.context.token_to_kv_pool, self.context.workspace
+        pool, dtype, rank = self.context.token_to_kv_pool, own[0].dtype, projection.rank
         buffer = pool.get_key_buffer(layer.layer_id)
+        if slots is self._parts.parts[0].keys and buffer.dtype == dtype:
+            return projection.expand(*own)
         rows = (
             KVPool.gather_rows(buffer, pool.translate(slots, layer.layer_id)).squeeze(1).to(dtype)
         )
         scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         if scale != 1.0:
             rows = rows * scale
-        heads, qk_dim, v_dim = self._dims
-        k = workspace.tensor("chunked_prefix.k", (len(rows), heads, qk_dim), dtype)
-        v = workspace.tensor("chunked_prefix.v", (len(rows), heads, v_dim), dtype)
-        projection.expand(rows, k, v)
-        return k, v
+        return projection.expand(rows[:, :rank], rows[:, rank:])
 
 
 def expanded_context(context: BackendContext) -> BackendContext:

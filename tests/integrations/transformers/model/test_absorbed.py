@@ -244,7 +244,7 @@ def test_the_weights_are_views_of_the_models(made, run_on):
     for name, theirs in model.state_dict().items():
         torch.testing.assert_close(runner.model.state_dict()[name], theirs, atol=0, rtol=0)
     weight = runner.model.model.layers[0].self_attn.kv_b_proj.weight
-    projection = UpProjection(weight=weight, num_heads=4, v_head_dim=12)
+    projection = UpProjection.of(weight, num_heads=4, v_head_dim=12)
     assert (projection.w_uk.shape, projection.w_uv.shape) == ((4, 16, 40), (4, 12, 40))
     for part in (projection.w_uk, projection.w_uv):
         assert part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()

@@ -8,41 +8,52 @@ dims (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.nn.functional import linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UpProjection:
-    """The weight [H * (nope + v), rank] that expands the latent to every head's K and V."""
+    """Expands the latent to every head's K and V."""
 
-    weight: torch.Tensor
-    num_heads: int
-    v_head_dim: int
+    w_uk: torch.Tensor
+    """[H, nope, rank]: of K without its rotary part."""
+    w_uv: torch.Tensor
+    """[H, v, rank]: of V."""
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    """From the latent [n, rank] to [n, H * (nope + v)]: each head's K, then its V."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, *, num_heads: int, v_head_dim: int) -> UpProjection:
+        """By the weight [H * (nope + v), rank], which is not copied."""
+        weight = weight.detach()
+        by_head = weight.view(num_heads, -1, weight.shape[1])
+        nope_dim = by_head.shape[1] - v_head_dim
+        return cls(
+            w_uk=by_head[:, :nope_dim],
+            w_uv=by_head[:, nope_dim:],
+            multiply=partial(linear, weight=weight),
+        )
 
     @property
-    def head_dim(self) -> int:
-        """Rows of a head: its K without the rotary part, then its V."""
-        return self.weight.shape[0] // self.num_heads
+    def num_heads(self) -> int:
+        return self.w_uk.shape[0]
 
     @property
     def nope_dim(self) -> int:
-        return self.head_dim - self.v_head_dim
+        return self.w_uk.shape[1]
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.w_uv.shape[1]
 
     @property
     def rank(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def w_uk(self) -> torch.Tensor:
-        """[H, nope, rank], a view of the weight."""
-        return self._by_head()[:, : self.nope_dim]
-
-    @property
-    def w_uv(self) -> torch.Tensor:
-        """[H, v, rank], a view of the weight."""
-        return self._by_head()[:, self.nope_dim :]
+        return self.w_uk.shape[2]
 
     def absorbed_queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(`q` [T, H, rank], `q_rope` [T, H, rope]) of the heads' queries [T, H, nope + rope]."""
@@ -55,12 +66,11 @@ class UpProjection:
         """The heads' outputs [T, H, v] of absorbed attention's [T, H, rank]."""
         return torch.bmm(out.transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)
 
-    def expand(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K [n, H, nope + rope] and V [n, H, v] of latent rows [n, rank + rope]."""
-        latent = rows[:, : self.rank].expand(self.num_heads, -1, -1)
-        for weight, into in ((self.w_uk, k[..., : self.nope_dim]), (self.w_uv, v)):
-            torch.bmm(latent, weight.detach().transpose(1, 2), out=into.transpose(0, 1))
-        k[..., self.nope_dim :] = rows[:, None, self.rank :]
-
-    def _by_head(self) -> torch.Tensor:
-        return self.weight.view(self.num_heads, self.head_dim, self.rank)
+    def expand(
+        self, latent: torch.Tensor, k_rope: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [n, H, nope + rope] and V [n, H, v] of a latent [n, rank] and rotary K [n, rope]."""
+        heads = self.multiply(latent).view(len(latent), self.num_heads, -1)
+        nope, v = heads.split([self.nope_dim, self.v_head_dim], dim=-1)
+        rope = k_rope.unsqueeze(1).expand(-1, self.num_heads, -1)
+        return torch.cat([nope, rope], dim=-1), v

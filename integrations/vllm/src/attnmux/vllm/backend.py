@@ -388,9 +388,11 @@ class LatentImpl(MLAAttentionImpl):
         layer: Any,  # noqa: ANN401  # vLLM's MLAAttention
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q: the absorbed queries [T, Hq, rank] and their rotary parts [T, Hq, rope]."""
-        whole = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        nope, rope = whole[..., : self.kv_lora_rank], whole[..., self.kv_lora_rank :]
-        k, k_rope = (new[: whole.shape[0]] for new in self._new)
+        if isinstance(q, tuple):
+            nope, rope = q
+        else:
+            nope, rope = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
+        k, k_rope = (new[: nope.shape[0]] for new in self._new)
         self._new = ()
         out = attn_metadata.forward(layer.layer_name, nope, k, None, q_rope=rope, k_rope=k_rope)
         return out, None

@@ -235,7 +235,7 @@ def _identity(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> UpP
     rank = layer.v_head_dim
     eye = torch.eye(rank, dtype=dtype, device=device)
     weight = eye.repeat(2 * layer.tp_q_head_num, 1)
-    return UpProjection(weight=weight, num_heads=layer.tp_q_head_num, v_head_dim=rank)
+    return UpProjection.of(weight, num_heads=layer.tp_q_head_num, v_head_dim=rank)
 
 
 MODES = (

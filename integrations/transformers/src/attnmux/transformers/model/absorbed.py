@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from attnmux.core import ForwardContext, LayerSpec, RadixAttention, UpProjection
@@ -101,8 +101,8 @@ def absorbed_forward(
     """
     call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
     refuse_mask(call)
-    projection = UpProjection(
-        weight=module.get_submodule("kv_b_proj").weight,  # type: ignore[arg-type]  # a parameter
+    projection = UpProjection.of(
+        module.get_submodule("kv_b_proj").weight,  # type: ignore[arg-type]  # a parameter
         num_heads=call.q.shape[1],
         v_head_dim=call.v.shape[2],
     )
@@ -139,9 +139,7 @@ def _divides(found: torch.nn.Linear | None, layer: LayerSpec) -> bool:
 
 
 def _of_layer(found: torch.nn.Linear, layer: LayerSpec) -> UpProjection:
-    return UpProjection(
-        weight=found.weight, num_heads=layer.tp_q_head_num, v_head_dim=layer.v_head_dim
-    )
+    return UpProjection.of(found.weight, num_heads=layer.tp_q_head_num, v_head_dim=layer.v_head_dim)
 
 
 def _latent_layer(layer: LayerSpec, projection: UpProjection) -> LayerSpec:
@@ -160,7 +158,8 @@ def _pass_latent(found: torch.nn.Linear, projection: UpProjection) -> None:
 
     The model divides the result by head, so that few heads carry the latent: two in DeepSeek-V3.
     """
-    found.forward = _filling(-projection.rank % projection.head_dim)  # type: ignore[assignment,method-assign]  # of this instance
+    head_dim = projection.nope_dim + projection.v_head_dim
+    found.forward = _filling(-projection.rank % head_dim)  # type: ignore[assignment,method-assign]  # of this instance
 
 
 @cache
@@ -188,10 +187,7 @@ class _LatentRecorder(Recorder):
     def read(self, call: LayerCall) -> LayerCall:
         projection = self.projections[call.layer_id]
         latent, k_rope = latent_of(call, projection)
-        heads = linear(latent.squeeze(1), projection.weight)
-        heads = heads.view(-1, projection.num_heads, projection.head_dim)
-        k_nope, v = heads.tensor_split([projection.nope_dim], dim=-1)
-        k = torch.cat([k_nope, k_rope.expand(-1, projection.num_heads, -1)], dim=-1)
+        k, v = projection.expand(latent.squeeze(1), k_rope.squeeze(1))
         return replace(call, k=k, v=v)
 
 
