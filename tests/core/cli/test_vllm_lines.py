@@ -47,7 +47,6 @@ REFUSED = {
     "sparse_budget": 256,
     "custom_mask": True,
     "multi_item": True,
-    "chunked_prefix": True,
     "two_batches": True,
     "lse": True,
     "max_error": 4.0,

@@ -68,7 +68,9 @@ def test_no_alarm(family, engine, checkpoint, prompts, monkeypatch, said):
     assert texts(checkpoint(family), prompts, **engine) == own
     lines = [each for each in said(logging.INFO) if each.startswith("canary: ")]
     assert counted("checks") - before == len(lines) > 20
-    assert {each.split(", ")[2] for each in lines} == {"DECODE", "MIXED"}
+    # Prompts of MLA, which may run with expanded heads, are not checked
+    modes = {"DECODE"} if family == "mla" else {"DECODE", "MIXED"}
+    assert {each.split(", ")[2] for each in lines} == modes
     assert "model.layers." in lines[0]
     assert not said(logging.WARNING) + said(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""Prompts of MLA that begin in a step are expanded; all else of it is absorbed."""
+"""Prompts of MLA are a part of a step of their own, which may run with expanded heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def builder() -> StepBuilder:
     return StepBuilder(table, max_num_tokens=64, seq_len_fill=1)
 
 
-def step(new: list[int], cached: list[int], *, has_bound: bool = True) -> Any:
+def step(new: list[int], cached: list[int], prompts: list[int] | None = None) -> Any:
     """vLLM's description of a step, in which request i has pages 4 * i + 1 and so on."""
     starts = torch.tensor([0, *new]).cumsum(0).int()
     lens = torch.tensor(new).int() + torch.tensor(cached).int()
@@ -41,40 +41,44 @@ def step(new: list[int], cached: list[int], *, has_bound: bool = True) -> Any:
         block_table_tensor=pages.int(),
         slot_mapping=torch.tensor(slots),
         seq_lens=lens,
-        seq_lens_cpu_upper_bound=lens if has_bound else None,
+        seq_lens_cpu_upper_bound=lens,
+        is_prefilling=None if prompts is None else torch.tensor(prompts).bool(),
         query_start_loc=starts,
         query_start_loc_cpu=starts,
     )
 
 
 @pytest.mark.parametrize(
-    ("new", "cached", "num_prompts"),
+    ("new", "prompts", "expected"),
     [
-        ([5, 7], [0, 0], 2),
-        ([1, 1, 5], [3, 9, 0], 1),
-        ([1, 4, 5, 6], [3, 4, 0, 0], 2),
-        ([1, 5, 4], [3, 0, 4], 0),
-        ([1, 1], [3, 9], 0),
-        ([1, 1, 5], [0, 9, 0], 1),
-        ([5, 1], [0, 0], 0),
+        ([5, 7], [1, 1], 2),
+        ([1, 1, 5], [0, 0, 1], 1),
+        ([1, 4, 5, 6], [0, 0, 1, 1], 2),
+        ([1, 5, 4], [0, 1, 0], 0),
+        ([1, 1], [0, 1], 0),
+        ([1, 5, 1], [0, 1, 1], 2),
     ],
 )
-def test_prompts_are_those_at_the_end_that_have_no_prefix(new, cached, num_prompts):
-    common, steps = step(new, cached), builder()
-    assert steps.num_prompts(common) == num_prompts
-    assert steps.num_prompts(step(new, cached, has_bound=False)) == 0
+def test_prompts_are_those_at_the_end(new, prompts, expected):
+    steps, common = builder(), step(new, [0] * len(new), prompts)
+    assert steps.num_prompts(common) == expected
+    common.seq_lens_cpu_upper_bound = None
+    assert steps.num_prompts(common) == 0
+    assert steps.num_prompts(step(new, [0] * len(new), None)) == 0
 
 
 def test_a_step_in_two_parts():
-    common, steps = step([1, 4, 5, 6], [3, 4, 0, 0]), builder()
+    common, steps = step([1, 4, 5, 6], [3, 4, 0, 7], [0, 0, 1, 1]), builder()
     batch, prompts = steps.step(common, 2)
     assert (batch.batch_size, batch.num_tokens, batch.forward_mode) == (2, 5, ForwardMode.MIXED)
     assert batch.seq_lens.tolist() == [4, 8]
     assert batch.extend_prefix_lens.tolist() == [3, 4]
     assert batch.positions.tolist() == [3, 4, 5, 6, 7]
     assert (prompts.batch_size, prompts.num_tokens) == (2, 11)
-    assert prompts.seq_lens.tolist() == prompts.extend_seq_lens_cpu.tolist() == [5, 6]
-    assert prompts.positions.tolist() == [*range(5), *range(6)]
+    assert prompts.seq_lens.tolist() == prompts.seq_lens_cpu.tolist() == [5, 13]
+    assert prompts.extend_prefix_lens_cpu.tolist() == [0, 7]
+    assert prompts.positions.tolist() == [*range(5), *range(7, 13)]
+    assert prompts.req_pool_indices.tolist() == [3, 4]
     whole = common.slot_mapping.tolist()
     assert batch.out_cache_loc.tolist() + prompts.out_cache_loc.tolist() == whole
 
@@ -83,7 +87,8 @@ def test_a_step_in_two_parts():
     ("new", "mode"), [([1, 1, 5], ForwardMode.DECODE), ([5], ForwardMode.IDLE)]
 )
 def test_what_is_left_decodes_or_is_nothing(new, mode):
-    batch, prompts = builder().step(step(new, [2 if count == 1 else 0 for count in new]), 1)
+    cached = [2 if count == 1 else 0 for count in new]
+    batch, prompts = builder().step(step(new, cached), 1)
     assert (batch.forward_mode, batch.num_tokens) == (mode, len(new) - 1)
     assert prompts.seq_lens.tolist() == [5]
 
@@ -93,25 +98,33 @@ def test_what_is_left_decodes_or_is_nothing(new, mode):
 def test_expanded_prompts_give_the_text_of_absorbed_ones(
     checkpoint, prompts, monkeypatch, is_debugged
 ):
-    """Also next to requests that decode, and before chunks that have a prefix."""
+    """Also next to requests that decode, and behind a prefix that is cached."""
     pytest.importorskip("vllm")
     theirs = importlib.import_module("tests.integrations.vllm.test_engine")
     group = importlib.import_module("attnmux.vllm.group")
-    seen: list[tuple[int, int]] = []
-    made = group.Step.__post_init__
+    expanding = importlib.import_module("attnmux.parts.chunked_prefix").ChunkedPrefixBackend
+    seen: list[tuple[bool, bool]] = []
+    ran: list[int] = []
+    made, attend = group.Step.__post_init__, expanding._keys
 
     def counted(self: Any) -> None:
         made(self)
-        seen.append((self.num_decode_tokens, self.num_prefills))
+        seen.append((self.num_decode_tokens > 0, self.num_prefills > 0))
+
+    def expanded(self: Any, slots: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(len(self._parts.parts))
+        return attend(self, slots, *args, **kwargs)
 
     monkeypatch.setattr(group.Step, "__post_init__", counted)
+    monkeypatch.setattr(expanding, "_keys", expanded)
     monkeypatch.setenv("ATTNMUX_DEBUG", str(int(is_debugged)))
-    engine = {"max_num_batched_tokens": 128}
-    expanded = theirs.texts(checkpoint("mla"), "ATTNMUX", prompts, rounds=2, **engine)
-    assert {(bool(absorbed), bool(begun)) for absorbed, begun in seen} == {
-        *((True, True), (True, False), (False, True))
-    }
-    monkeypatch.setattr(group, "prompt_backend", lambda *_, **__: None)
+    engine = {"max_num_batched_tokens": 48}
+    ours = theirs.texts(checkpoint("mla"), "ATTNMUX", prompts, rounds=2, **engine)
+    assert set(seen) == {(True, True), (True, False), (False, True)}
+    assert {1, 2} <= set(ran)
+    monkeypatch.setattr(group, "EXPANDED", ("expanded_prompts", "none", "extend"))
     seen.clear()
-    assert theirs.texts(checkpoint("mla"), "ATTNMUX", prompts, rounds=2, **engine) == expanded
-    assert not any(begun for _, begun in seen)
+    ran.clear()
+    assert theirs.texts(checkpoint("mla"), "ATTNMUX", prompts, rounds=2, **engine) == ours
+    assert not any(prompts for _, prompts in seen)
+    assert not ran

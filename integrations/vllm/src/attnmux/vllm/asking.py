@@ -42,7 +42,6 @@ UNSERVED = {
     "custom_mask": "none: vLLM gives no masks",
     "multi_item": "none: vLLM sends no prompts of several items",
     "two_batches": "none: vLLM's own halves of a step do not reach attention backends",
-    "chunked_prefix": "none: MLA runs absorbed in all steps",
     "lse": "none: only context parallelism reads it, which is not served",
     "sparse": NO_OPTION,
     "max_error": NO_OPTION,
@@ -78,7 +77,8 @@ def kv_dtype(cache_dtype: str | None, dtype: str) -> str:
 def of_layers(request: Request) -> Request:
     """The request of layers as it is made in vLLM.
 
-    K and V of a slot lie side by side, which the latent of MLA does not. vLLM cuts the requests of
+    K and V of a slot lie side by side, which the latent of MLA does not. Prompts of MLA come with
+    the heads' own queries. vLLM cuts the requests of
     layers with attention chunks at the ends of chunks, so that a backend sees none. A window of one
     token counts as one of two: it demands what every window does.
     Raises InvalidInput for what is refused.
@@ -97,7 +97,10 @@ def of_layers(request: Request) -> Request:
     ):
         for value in values - {None, *allowed}:
             refuse(name, value, f"one of {', '.join(dict.fromkeys(allowed))}")
-    changes: dict[str, Any] = {"strided_kv": not request.latent}
+    changes: dict[str, Any] = {
+        "strided_kv": not request.latent,
+        "chunked_prefix": request.latent,
+    }
     if request.attention_chunk:
         changes["attention_chunk"] = None
     if request.other_layers:

@@ -149,9 +149,9 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._group = self._decided()
         self._is_bound = False
-        if self._group.prompts is not None:
-            # Requests of one token come first in a step
-            self.reorder_batch_threshold = 1
+        if self._group.expands:
+            # Prompts come last in a step
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     @classmethod
     def get_cudagraph_support(
@@ -313,9 +313,9 @@ class DenseImpl(AttentionImpl):
 
 
 class LatentImpl(MLAAttentionImpl):
-    """Attention of an MLA layer: over expanded K and V of prompts that begin in a step, and on the
-    latent of all other tokens. For these vLLM multiplies K's half of `kv_b_proj` into Q and V's
-    half into the output."""
+    """Attention of an MLA layer: of prompts by `forward_mha`, and on the latent of all other
+    tokens, for which vLLM multiplies K's half of `kv_b_proj` into Q and V's half into the
+    output."""
 
     def __init__(
         self,
@@ -339,8 +339,6 @@ class LatentImpl(MLAAttentionImpl):
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = latent["kv_lora_rank"]
-        self.kv_b_proj = latent["kv_b_proj"]
-        self.v_head_dim = latent["v_head_dim"]
         self.q_pad_num_heads = None
         self._new: tuple[torch.Tensor, ...] = ()
 
@@ -373,12 +371,8 @@ class LatentImpl(MLAAttentionImpl):
         keys [T, 1, rope]; output: [T, Hq * Dv]."""
         if not attn_metadata.num_decode_tokens:
             self._new = ()
-        expanded = self.kv_b_proj(kv_c_normed)[0].view(*q.shape[:2], -1)
-        nope, v = expanded.split([expanded.shape[-1] - self.v_head_dim, self.v_head_dim], dim=-1)
-        k = torch.cat([nope, k_pe.expand(-1, self.num_heads, -1)], dim=-1)
-        out = output.view(*q.shape[:2], self.v_head_dim)
-        latent = kv_c_normed.unsqueeze(1), k_pe
-        attn_metadata.forward_prompts(self, q, k, v, latent, out)
+        out = attn_metadata.forward_latent(self, q, kv_c_normed.unsqueeze(1), k_pe)
+        output.view(out.shape).copy_(out)
 
     def forward_mqa(
         self,

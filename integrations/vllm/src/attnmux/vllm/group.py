@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,7 @@ from attnmux.core import (
 )
 from attnmux.vllm.asking import kv_dtype
 from attnmux.vllm.block_table import BlockTable
-from attnmux.vllm.layers import is_latent, request_of, slots_of, specs_of
-from attnmux.vllm.prompts import prompt_backend
+from attnmux.vllm.layers import is_latent, request_of, slots_of, specs_of, up_projection
 from attnmux.vllm.steps import StepBuilder
 
 if TYPE_CHECKING:
@@ -37,22 +36,23 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm." + __name__)  # vLLM shows the loggers below its own
 
+EXPANDED = "expanded_prompts", "prompts", "extend"
+"""Names a decision's backend for prompts of MLA with expanded heads."""
+
 
 @dataclass(eq=False)
 class Step:
     """vLLM's metadata of a step, for the layers of a group.
 
     vLLM adds an attribute for layers with attention chunks, and reads the counts in its MLA layer.
-    There all tokens but those of `prompts` count as decoding, so that they run absorbed.
+    There all tokens but those of `prompts` count as decoding: they come absorbed.
     """
 
     group: Group
     batch: ForwardBatch
     num_actual_tokens: int
     prompts: ForwardBatch | None = None
-    """Requests after those of `batch` whose K and V are expanded."""
-    expanded: ForwardBatch | None = None
-    """The same for the backend that attends to them."""
+    """The prompts after the requests of `batch`, for `forward_latent`."""
     prepared: bool = False
     """Whether the half of the metadata that a graph holds was prepared. The first layer does it,
     since a captured graph begins with the model."""
@@ -78,23 +78,19 @@ class Step:
         q, k, v = args
         return group.backend.forward(q, k, v, group.spec(layer_name), batch, **kwargs)
 
-    def forward_prompts(
+    def forward_latent(
         self,
         impl: Any,  # noqa: ANN401  # the layer's
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        latent: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-    ) -> None:
-        """Expanded attention of `prompts`, as `PromptBackend.forward` has it. latent: their new
-        rows [T, 1, rank] and [T, 1, rope], which are written to the cache."""
-        group = self.group
-        if self.prompts is None or self.expanded is None or group.prompts is None:
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+    ) -> torch.Tensor:
+        """`AttentionBackend.forward_latent` of `prompts`."""
+        group, batch = self.group, self.prompts
+        if batch is None or group.prompts is None:
             raise InvalidInput("step", got="no prompts", expected="a step that has prompts")
-        nope, rope = latent
-        group.backend.save_kv(nope, None, group.spec_of(impl), self.prompts, k_rope=rope)
-        group.prompts.forward(q, k, v, self.expanded, out)
+        spec, layer = group.of_impl(impl)
+        return group.prompts.forward_latent(q, latent, k_rope, spec, batch, up_projection(layer))
 
 
 class Group:
@@ -141,21 +137,10 @@ class Group:
 
         self.decision = make_first(lambda failed: decide(request, failed), rehearsed, _tell)
         logger.info("%d layers: %s", len(layers), self.decision.summary())
-        # Expanded, a prompt's results would depend on whether its prefix was cached
-        expands = request.kind == "mla" and request.sliding_window is None
-        self.prompts = (
-            prompt_backend(
-                next(iter(layers.values())),
-                chooser,
-                dtype=dtype,
-                max_num_reqs=max_num_reqs,
-                max_num_tokens=self._max_num_tokens,
-                device=device,
-                watched=self._watched,
-            )
-            if expands and not request.deterministic
-            else None
-        )
+        # Some of vLLM's products, as of 4 bits on ROCm, have other weights
+        has_weights = all(hasattr(layer, "W_UK_T") for layer in layers.values())
+        self.expands = has_weights and self.decision.answer(*EXPANDED) is not None
+        """Whether prompts come with the heads' own queries, and may run with expanded heads."""
 
     def bind(self, width: int) -> None:
         """Make the backend over vLLM's caches, which are bound to the layers.
@@ -163,11 +148,17 @@ class Group:
         width: columns of the block table.
         """
         self._specs = self._described()  # those of the rehearsal keep its copies of sinks
-        self._of_impls = {id(self.layers[name].impl): spec for name, spec in self._specs.items()}
+        self._of_impls = {
+            id(layer.impl): (self._specs[name], layer) for name, layer in self.layers.items()
+        }
         caches = {name: layer.kv_cache for name, layer in self.layers.items()}
         pool = _pool(self.layers, self._specs, caches, self._page_size)
         table = self._table(width)
-        backend = build(self.decision, self._context(self.decision, pool, table))
+        context = self._context(self.decision, pool, table)
+        self.prompts = build(self.decision, context) if self.expands else None
+        # Its steps come absorbed
+        parts = {name: part for name, part in self.decision.parts.items() if name != EXPANDED[0]}
+        backend = build(replace(self.decision, parts=parts), context)
         names = {spec.layer_id: name for name, spec in self._specs.items()}
         self.backend = self._watched(backend, self.decision, names)
         self._sinks = [
@@ -208,7 +199,8 @@ class Group:
     def spec(self, layer_name: str) -> LayerSpec:
         return self._specs[layer_name]
 
-    def spec_of(self, impl: Any) -> LayerSpec:  # noqa: ANN401  # a layer's
+    def of_impl(self, impl: Any) -> tuple[LayerSpec, Any]:  # noqa: ANN401  # a layer's
+        """Its layer, in our words and in vLLM's."""
         return self._of_impls[id(impl)]
 
     def step(self, common: CommonAttentionMetadata, *, in_capture: bool = False) -> Step:
@@ -219,10 +211,9 @@ class Group:
         self.backend.init_forward_metadata_out_graph(batch, in_capture)
         if debug:
             self.prepare_in_graph(batch)
-        step = Step(self, batch, common.num_actual_tokens, prompts, prepared=debug)
         if self.prompts is not None and prompts is not None:
-            step.expanded = self.prompts.prepare(prompts)
-        return step
+            self.prompts.init_forward_metadata(prompts)
+        return Step(self, batch, common.num_actual_tokens, prompts, prepared=debug)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         """Prepare the part of the step that a graph holds."""

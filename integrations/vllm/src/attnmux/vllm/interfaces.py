@@ -134,7 +134,7 @@ BACKEND = (
         "vllm.v1.attention.backend",
         "AttentionMetadataBuilder",
         ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-        ("reorder_batch_threshold",),
+        ("_init_reorder_batch_threshold",),
     ),
     Interface(
         "vllm.v1.attention.backend",
@@ -222,6 +222,7 @@ BACKEND = (
         "CommonAttentionMetadata",
         attributes=(
             "block_table_tensor",
+            "is_prefilling",
             "max_query_len",
             "max_seq_len",
             "num_actual_tokens",
@@ -268,6 +269,7 @@ BACKEND = (
             "head_size",
             "impl",
             "kv_cache",
+            "kv_b_proj",
             "kv_cache_dtype",
             "kv_lora_rank",
             "layer_name",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import envs
 
-from attnmux.core import InvalidInput, LayerSpec, Request, torch_dtype
+from attnmux.core import InvalidInput, LayerSpec, Request, UpProjection, torch_dtype
 from attnmux.vllm.asking import KV_DTYPES, kv_dtype, of_layers, window
 
 if TYPE_CHECKING:
@@ -111,6 +111,15 @@ def latent_spec(layer_id: int, layer: MLAAttention) -> LayerSpec:
         scaling=layer.scale,
         sliding_window_size=_window(layer),
         k_scale=_scales(layer)[0],
+    )
+
+
+def up_projection(layer: MLAAttention) -> UpProjection:
+    """A layer's weights as they are now: a trainer may have updated them."""
+    return UpProjection(
+        w_uk=layer.W_UK_T,
+        w_uv=layer.W_UV.transpose(1, 2),
+        multiply=lambda latent: layer.kv_b_proj(latent)[0],
     )
 
 

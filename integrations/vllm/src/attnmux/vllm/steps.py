@@ -36,86 +36,82 @@ class StepBuilder:
     def step(
         self, common: CommonAttentionMetadata, num_prompts: int = 0
     ) -> tuple[ForwardBatch, ForwardBatch | None]:
-        """The batch of a step, and that of its last num_prompts requests, which have no prefix.
+        """The batch of a step, and that of its last num_prompts requests apart if there are any.
         They stay valid until the next ones are built."""
         size, num_tokens = common.num_reqs, common.num_actual_tokens
         longest = min(common.max_seq_len, self._table.max_context_len)
         self._table.write(common.block_table_tensor[:size], longest)
         torch.clamp(common.slot_mapping[:num_tokens], min=0, out=self._loc[:num_tokens])
-        if not num_prompts:
-            return self._batch(common, size, num_tokens), None
-        first = size - num_prompts
-        begin = int(common.query_start_loc_cpu[first])
-        return self._batch(common, first, begin), self._prompts(common, first, begin)
-
-    def num_prompts(self, common: CommonAttentionMetadata) -> int:
-        """How many requests at the end of a step have several tokens and no prefix."""
-        size, lens = common.num_reqs, common.seq_lens_cpu_upper_bound
-        if lens is None or common.max_query_len == 1:
-            return 0
         starts = common.query_start_loc_cpu[: size + 1]
-        new = starts[1:] - starts[:-1]
-        # The bound is exact for prompts
-        others = ((new < 2) | (new != lens[:size])).nonzero()
+        if num_prompts:
+            first = size - num_prompts
+            begin = int(starts[first])
+            is_decode = begin == first
+            others = slice(0, first), slice(0, begin)
+            prompts = slice(first, size), slice(begin, num_tokens)
+            batch = self._decodes(common, *others) if is_decode else self._extends(common, *others)
+            return batch, self._extends(common, *prompts, common.seq_lens_cpu_upper_bound)
+        whole = slice(0, size), slice(0, num_tokens)
+        is_decode = common.max_query_len == 1 and num_tokens == size
+        make = self._decodes if is_decode else self._extends
+        return make(common, *whole), None
+
+    @staticmethod
+    def num_prompts(common: CommonAttentionMetadata) -> int:
+        """How many requests at the end of a step are prompts, of which vLLM knows the lengths on
+        the host."""
+        is_prompt, size = common.is_prefilling, common.num_reqs
+        if is_prompt is None or common.seq_lens_cpu_upper_bound is None:
+            return 0
+        if common.max_query_len == 1 or not is_prompt.is_cpu:
+            return 0
+        others = (~is_prompt[:size]).nonzero()
         return size - (int(others[-1]) + 1 if len(others) else 0)
 
-    def _prompts(self, common: CommonAttentionMetadata, first: int, begin: int) -> ForwardBatch:
-        """The requests from `first` on, whose tokens begin at `begin`."""
-        last, end = common.num_reqs, common.num_actual_tokens
-        starts_cpu = common.query_start_loc_cpu[first : last + 1]
-        starts = common.query_start_loc[first : last + 1]
+    def _decodes(
+        self, common: CommonAttentionMetadata, requests: slice, tokens: slice
+    ) -> ForwardBatch:
+        """Requests of a step that have one token each; IDLE without any."""
+        lens, positions = self._lens[requests], self._positions[tokens]
+        torch.clamp(common.seq_lens[requests], min=self._fill, out=lens)
+        torch.sub(lens, 1, out=positions)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE if len(lens) else ForwardMode.IDLE,
+            batch_size=len(lens),
+            req_pool_indices=self._rows[requests],
+            seq_lens=lens,
+            seq_lens_cpu=lens if lens.is_cpu else None,
+            out_cache_loc=self._loc[tokens],
+            positions=positions,
+        )
+
+    def _extends(
+        self,
+        common: CommonAttentionMetadata,
+        requests: slice,
+        tokens: slice,
+        on_host: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """Requests of a step, and their tokens. on_host: the lengths of all requests."""
+        lens, positions = self._lens[requests], self._positions[tokens]
+        torch.clamp(common.seq_lens[requests], min=0, out=lens)
+        lens_cpu = lens if lens.is_cpu else None if on_host is None else on_host[requests]
+        starts = common.query_start_loc[requests.start : requests.stop + 1]
+        starts_cpu = common.query_start_loc_cpu[requests.start : requests.stop + 1]
         new_lens, new_lens_cpu = starts[1:] - starts[:-1], starts_cpu[1:] - starts_cpu[:-1]
-        prefix_lens, positions = torch.zeros_like(new_lens), self._positions[begin:end]
-        extend_positions(prefix_lens, new_lens, total=end - begin, out=positions)
+        prefix_lens, num_tokens = lens - new_lens, len(positions)
+        extend_positions(prefix_lens, new_lens, total=num_tokens, out=positions)
         return ForwardBatch(
             forward_mode=ForwardMode.MIXED,
-            batch_size=last - first,
-            req_pool_indices=self._rows[: last - first],
-            seq_lens=new_lens,
-            seq_lens_cpu=new_lens_cpu,
-            out_cache_loc=self._loc[begin:end],
+            batch_size=len(lens),
+            req_pool_indices=self._rows[requests],
+            seq_lens=lens,
+            seq_lens_cpu=lens_cpu,
+            out_cache_loc=self._loc[tokens],
             positions=positions,
             extend_seq_lens=new_lens,
             extend_seq_lens_cpu=new_lens_cpu,
             extend_prefix_lens=prefix_lens,
-            extend_prefix_lens_cpu=torch.zeros_like(new_lens_cpu),
-            extend_num_tokens=end - begin,
-        )
-
-    def _batch(self, common: CommonAttentionMetadata, size: int, num_tokens: int) -> ForwardBatch:
-        """The first requests and tokens of a step."""
-        loc = self._loc[:num_tokens]
-        lens, positions = self._lens[:size], self._positions[:num_tokens]
-        is_part = size < common.num_reqs
-        is_decode = num_tokens == size and (common.max_query_len == 1 or is_part)
-        torch.clamp(common.seq_lens[:size], min=self._fill if is_decode else 0, out=lens)
-        on_host = common.seq_lens if lens.is_cpu else None
-        if is_decode:
-            torch.sub(lens, 1, out=positions)
-            return ForwardBatch(
-                forward_mode=ForwardMode.DECODE if size else ForwardMode.IDLE,
-                batch_size=size,
-                req_pool_indices=self._rows[:size],
-                seq_lens=lens,
-                seq_lens_cpu=None if on_host is None else lens,
-                out_cache_loc=loc,
-                positions=positions,
-            )
-        new_lens = common.query_start_loc[1 : size + 1] - common.query_start_loc[:size]
-        starts_cpu = common.query_start_loc_cpu[: size + 1]
-        prefix_lens = lens - new_lens
-        extend_positions(prefix_lens, new_lens, total=num_tokens, out=positions)
-        return ForwardBatch(
-            forward_mode=ForwardMode.MIXED,
-            batch_size=size,
-            req_pool_indices=self._rows[:size],
-            seq_lens=lens,
-            seq_lens_cpu=None if on_host is None else lens,
-            out_cache_loc=loc,
-            positions=positions,
-            extend_seq_lens=new_lens,
-            extend_seq_lens_cpu=starts_cpu[1:] - starts_cpu[:-1],
-            extend_prefix_lens=prefix_lens,
-            extend_prefix_lens_cpu=None if on_host is None else prefix_lens,
+            extend_prefix_lens_cpu=None if lens_cpu is None else lens_cpu - new_lens_cpu,
             extend_num_tokens=num_tokens,
         )
