@@ -69,7 +69,7 @@ def test_prompts_are_those_at_the_end(new, prompts, expected):
 
 def test_a_step_in_two_parts():
     common, steps = step([1, 4, 5, 6], [3, 4, 0, 7], [0, 0, 1, 1]), builder()
-    batch, prompts = steps.step(common, 2)
+    batch, prompts = steps.in_two_parts(common, 2)
     assert (batch.batch_size, batch.num_tokens, batch.forward_mode) == (2, 5, ForwardMode.MIXED)
     assert batch.seq_lens.tolist() == [4, 8]
     assert batch.extend_prefix_lens.tolist() == [3, 4]
@@ -88,7 +88,7 @@ def test_a_step_in_two_parts():
 )
 def test_what_is_left_decodes_or_is_nothing(new, mode):
     cached = [2 if count == 1 else 0 for count in new]
-    batch, prompts = builder().step(step(new, cached), 1)
+    batch, prompts = builder().in_two_parts(step(new, cached), 1)
     assert (batch.forward_mode, batch.num_tokens) == (mode, len(new) - 1)
     assert prompts.seq_lens.tolist() == [5]
 

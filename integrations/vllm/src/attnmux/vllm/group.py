@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    from attnmux.core import AttentionBackend
+
 logger = init_logger("vllm." + __name__)  # vLLM shows the loggers below its own
 
 EXPANDED = "expanded_prompts", "prompts", "extend"
@@ -154,11 +156,15 @@ class Group:
         caches = {name: layer.kv_cache for name, layer in self.layers.items()}
         pool = _pool(self.layers, self._specs, caches, self._page_size)
         table = self._table(width)
-        context = self._context(self.decision, pool, table)
-        self.prompts = build(self.decision, context) if self.expands else None
-        # Its steps come absorbed
+        self.prompts: AttentionBackend | None = None
+        if self.expands:
+            # With a workspace of its own: both are prepared before either runs
+            context = self._context(self.decision, pool, table)
+            self.prompts = build(self.decision, context)
+        # What it serves comes absorbed
         parts = {name: part for name, part in self.decision.parts.items() if name != EXPANDED[0]}
-        backend = build(replace(self.decision, parts=parts), context)
+        absorbed = replace(self.decision, parts=parts)
+        backend = build(absorbed, self._context(absorbed, pool, table))
         names = {spec.layer_id: name for name, spec in self._specs.items()}
         self.backend = self._watched(backend, self.decision, names)
         self._sinks = [
@@ -206,7 +212,11 @@ class Group:
     def step(self, common: CommonAttentionMetadata, *, in_capture: bool = False) -> Step:
         """Prepare a step, as far as the host does it."""
         num_prompts = 0 if self.prompts is None else self._steps.num_prompts(common)
-        batch, prompts = self._steps.step(common, num_prompts)
+        prompts: ForwardBatch | None = None
+        if num_prompts:
+            batch, prompts = self._steps.in_two_parts(common, num_prompts)
+        else:
+            batch = self._steps.step(common)
         debug = self.backend.context.debug
         self.backend.init_forward_metadata_out_graph(batch, in_capture)
         if debug:

@@ -33,34 +33,39 @@ class StepBuilder:
             self._loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
             self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
 
-    def step(
-        self, common: CommonAttentionMetadata, num_prompts: int = 0
-    ) -> tuple[ForwardBatch, ForwardBatch | None]:
-        """The batch of a step, and that of its last num_prompts requests apart if there are any.
-        They stay valid until the next ones are built."""
-        size, num_tokens = common.num_reqs, common.num_actual_tokens
+    def step(self, common: CommonAttentionMetadata) -> ForwardBatch:
+        """The batch of a step. It stays valid until the next one is built."""
+        self._take(common)
+        whole = slice(0, common.num_reqs), slice(0, common.num_actual_tokens)
+        is_decode = common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs
+        return self._decodes(common, *whole) if is_decode else self._extends(common, *whole)
+
+    def in_two_parts(
+        self, common: CommonAttentionMetadata, num_prompts: int
+    ) -> tuple[ForwardBatch, ForwardBatch]:
+        """The batches of a step's other requests and of its last num_prompts ones, as `step`."""
+        self._take(common)
+        first = common.num_reqs - num_prompts
+        begin = int(common.query_start_loc_cpu[first])
+        others = slice(0, first), slice(0, begin)
+        prompts = slice(first, common.num_reqs), slice(begin, common.num_actual_tokens)
+        return (
+            self._decodes(common, *others) if begin == first else self._extends(common, *others),
+            self._extends(common, *prompts, common.seq_lens_cpu_upper_bound),
+        )
+
+    def _take(self, common: CommonAttentionMetadata) -> None:
+        """Copy the step's pages and slots."""
         longest = min(common.max_seq_len, self._table.max_context_len)
-        self._table.write(common.block_table_tensor[:size], longest)
+        self._table.write(common.block_table_tensor[: common.num_reqs], longest)
+        num_tokens = common.num_actual_tokens
         torch.clamp(common.slot_mapping[:num_tokens], min=0, out=self._loc[:num_tokens])
-        starts = common.query_start_loc_cpu[: size + 1]
-        if num_prompts:
-            first = size - num_prompts
-            begin = int(starts[first])
-            is_decode = begin == first
-            others = slice(0, first), slice(0, begin)
-            prompts = slice(first, size), slice(begin, num_tokens)
-            batch = self._decodes(common, *others) if is_decode else self._extends(common, *others)
-            return batch, self._extends(common, *prompts, common.seq_lens_cpu_upper_bound)
-        whole = slice(0, size), slice(0, num_tokens)
-        is_decode = common.max_query_len == 1 and num_tokens == size
-        make = self._decodes if is_decode else self._extends
-        return make(common, *whole), None
 
     @staticmethod
     def num_prompts(common: CommonAttentionMetadata) -> int:
-        """How many requests at the end of a step are prompts, of which vLLM knows the lengths on
-        the host."""
-        is_prompt, size = common.is_prefilling, common.num_reqs
+        """How many requests at the end of a step are prompts whose lengths the host knows."""
+        is_prompt: torch.Tensor | None = common.is_prefilling
+        size: int = common.num_reqs
         if is_prompt is None or common.seq_lens_cpu_upper_bound is None:
             return 0
         if common.max_query_len == 1 or not is_prompt.is_cpu:
