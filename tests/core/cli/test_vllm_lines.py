@@ -75,8 +75,8 @@ def line(request: Request, platform: Platform = HOPPER, **facts: object) -> str:
 
 def test_every_field_of_a_request_is_on_the_line_or_refused_or_the_models() -> None:
     """Of facts, those that the bridge serves are read by vLLM from the model. Graphs and strides
-    have tests below."""
-    known = {*SET, *REFUSED, *FACTS, "graph", "strided_kv", "origins"}
+    have tests below; `chunked_prefix` is how the bridge calls MLA."""
+    known = {*SET, *REFUSED, *FACTS, "graph", "strided_kv", "chunked_prefix", "origins"}
     assert {field.name for field in fields(Request)} == known
     assert set(UNSERVED) < set(FACTS)
 
