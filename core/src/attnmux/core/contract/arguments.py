@@ -169,14 +169,18 @@ def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype |
     num_tokens, heads = batch.num_tokens, layer.tp_q_head_num
     rope_dim = layer.qk_rope_head_dim
     dtype, device = dtype or q.dtype, q.device
-    check_tensor("q", q, (num_tokens, heads, layer.query_dim), device, dtype)
+    shape = (num_tokens, heads, layer.query_dim)
+    # Each layer of each step comes here, with cold caches: no call if all is well
+    if q.shape != shape or q.dtype is not dtype:
+        check_tensor("q", q, shape, device, dtype)
     if rope_dim:
         check_tensor("q_rope", call.q_rope, (num_tokens, heads, rope_dim), device, dtype)
-    else:
+    elif call.q_rope is not None:
         _check_absent("q_rope", call.q_rope, "the layer is not MLA")
     _check_new_kv(call, num_tokens, device)
-    if call.out is not None:
-        check_tensor("out", call.out, (num_tokens, heads, layer.v_head_dim), device, dtype)
+    out, shape = call.out, (num_tokens, heads, layer.v_head_dim)
+    if out is not None and (out.shape != shape or out.dtype is not dtype or out.device != device):
+        check_tensor("out", out, shape, device, dtype)
     if call.lse is not None:
         check_tensor("lse", call.lse, (num_tokens, heads), device, torch.float32)
 
@@ -204,13 +208,18 @@ def _check_new_kv(call: AttentionCall, num_tokens: int, device: torch.device) ->
         return
     rope_dim = layer.qk_rope_head_dim
     keys = k.shape[0] if layer.is_cross_attention and k.dim() else num_tokens
-    check_tensor("k", k, (keys, layer.tp_k_head_num, layer.qk_head_dim - rope_dim), device)
+    shape = (keys, layer.tp_k_head_num, layer.qk_head_dim - rope_dim)
+    if k.shape != shape or k.device != device:
+        check_tensor("k", k, shape, device)
     if rope_dim:
         check_tensor("k_rope", k_rope, (keys, 1, rope_dim), device)
         _check_absent("v", v, "MLA's V is the latent part of K")
     else:
-        check_tensor("v", v, (keys, layer.tp_v_head_num, layer.v_head_dim), device)
-        _check_absent("k_rope", k_rope, "the layer is not MLA")
+        shape = (keys, layer.tp_v_head_num, layer.v_head_dim)
+        if v is None or v.shape != shape or v.device != device:
+            check_tensor("v", v, shape, device)
+        if k_rope is not None:
+            _check_absent("k_rope", k_rope, "the layer is not MLA")
 
 
 def check_tensor(

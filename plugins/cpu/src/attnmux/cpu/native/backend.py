@@ -55,19 +55,22 @@ class NativeBackend(AttentionBackend):
         self._numbers: dict[tuple[KeyRule, int], int] = {}
         self._calls: dict[int, tuple[LayerSpec, Call]] = {}
         """Calls of layers over the pool, without what each step has of its own."""
+        self._ready: dict[int, tuple[LayerSpec, Call]] = {}
+        """Those with the step's keys. A layer's call finds the caches cold, and so does little."""
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Prepare the step for every layer whose K and V are in the pool."""
         self._ranges.clear()
+        self._ready.clear()
         self._lens = None
         if batch.forward_mode is ForwardMode.IDLE:
             return
         self._lens = StepLens.on_host(batch)
         for layer in self.context.layers:
             if layer.layer_id in self.context.token_to_kv_pool.layer_ids:
-                self._ranges_of(layer, batch, in_call=False)
+                self._over_pool(layer, batch)
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         return self._attend(call, batch, in_call=False)
@@ -76,21 +79,26 @@ class NativeBackend(AttentionBackend):
         return self._attend(call, batch, in_call=call.has_own_kv)
 
     def _attend(self, call: AttentionCall, batch: ForwardBatch, *, in_call: bool) -> torch.Tensor:
-        ranges = self._ranges_of(call.layer, batch, in_call=in_call)
         layer, q, out = call.layer, call.q, call.out
-        if out is None or out.stride(-1) != 1:
+        strides = (0, 0, 0) if out is None else out.stride()
+        if out is None or strides[2] != 1:
             out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+            strides = out.stride()
         if in_call:
             keys, values = keys_and_values(call, self.context.token_to_kv_pool, in_call=True)
             keys, values = _rows(keys), None if values is None else _rows(values)
             native = self._of_layer(layer, keys, values, (1.0, 1.0))
+            self._prepare(native, self._ranges_of(layer, batch, in_call=True))
         else:
-            native = self._over_pool(call)
-        native.keys = ranges.native
+            ready = self._ready.get(layer.layer_id)
+            if ready is None or ready[0] is not layer:
+                native = self._over_pool(layer, batch)
+            else:
+                native = ready[1]
         native.q, native.out, native.num_tokens = q.data_ptr(), out.data_ptr(), q.shape[0]
         native.q_token, native.q_head, _ = q.stride()
-        native.out_token, native.out_head, _ = out.stride()
-        native.q_type, native.num_threads = TYPES[q.dtype], torch.get_num_threads()
+        native.out_token, native.out_head, _ = strides
+        native.q_type = TYPES[q.dtype]
         if call.q_rope is not None:
             rope = call.q_rope
             native.q_rope, native.rope_token, native.rope_head = rope.data_ptr(), *rope.stride()[:2]
@@ -100,16 +108,23 @@ class NativeBackend(AttentionBackend):
         self._kernel(native)
         return out
 
-    def _over_pool(self, call: AttentionCall) -> Call:
-        layer = call.layer
+    def _over_pool(self, layer: LayerSpec, batch: ForwardBatch) -> Call:
+        """A layer's call over the pool, with the step's keys."""
+        ranges = self._ranges_of(layer, batch, in_call=False)
         kept = self._calls.get(layer.layer_id)
         if kept is None or kept[0] is not layer:
             pool = self.context.token_to_kv_pool
-            keys, values = keys_and_values(call, pool, in_call=False)
+            keys = pool.get_key_buffer(layer.layer_id)
+            values = None if layer.kind == "mla" else pool.get_value_buffer(layer.layer_id)
             scales = pool.read_scales(layer.k_scale, layer.v_scale)
             native = self._of_layer(layer, keys, values, scales)
             kept = self._calls[layer.layer_id] = layer, native
+        self._prepare(kept[1], ranges)
+        self._ready[layer.layer_id] = kept
         return kept[1]
+
+    def _prepare(self, native: Call, ranges: Ranges) -> None:
+        native.keys, native.num_threads = ranges.native, torch.get_num_threads()
 
     def _of_layer(
         self,

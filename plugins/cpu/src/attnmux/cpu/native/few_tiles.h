@@ -31,9 +31,9 @@ struct alignas(64) FewShapes {
 struct FewTiles {
     static constexpr int KEYS = FEW_TILES_KEYS, GROUPS = KEYS / TILE;
     static constexpr int64_t TILE_BYTES = 1024;
-    // Lines are fetched evenly over the time of a block: shares of a product of K, of a pair of weights and of 64
-    // columns of 16 rows of V.
-    static constexpr int KEY_SHARE = 3, WEIGHT_SHARE = 1, VALUE_SHARE = 12;
+    // Lines are fetched evenly over the time of a block, as bursts wait: shares of a product of K, of a pair of
+    // weights and of a product of V.
+    static constexpr int KEY_SHARE = 4, WEIGHT_SHARE = 1, VALUE_SHARE = 3;
     Step& step;
     const Item& item;
     Scratch& s;
@@ -47,8 +47,12 @@ struct FewTiles {
     const int32_t* slots;  // of a block, the last one repeated
     const char *keys[GROUPS], *values[GROUPS];  // where 16 rows of the first head begin; null: they are copied
     Walk walk{step, item};
-    int lines = 0;  // that a share fetches
+    unsigned sixteenths = 0, owed = 0;  // of lines: that a share fetches, and that are left over
 
+    void fetch(int shares) {
+        owed += unsigned(shares) * sixteenths;
+        walk.fetch(int(owed / 16)), owed %= 16;
+    }
     // Sums of a head: blocks of 32 columns, [height][16 even, 16 odd].
     float* out_of(int h, int d) const { return s.out.data() + (int64_t(h) * out_width + d) * height; }
     char* q_of(int h, int d) const { return s.narrow_q.data() + (int64_t(h) * width + d) / PAIRED * TILE_BYTES; }
@@ -78,8 +82,8 @@ struct FewTiles {
         s.weights.resize(size_t(2 * GROUPS) * TILE_BYTES);
         s.out.assign(size_t(num_heads) * height * out_width, 0.0f);
         s.top.assign(num_tiles * W, NONE), s.sum.assign(num_tiles * W, 0.0f), s.decay.resize(num_tiles * W);
-        const int shares = KEY_SHARE * num_heads * width / PAIRED * GROUPS + WEIGHT_SHARE * num_tiles * KEYS / 2 + VALUE_SHARE * num_heads * out_width / (2 * PAIRED) * GROUPS;
-        lines = int((walk.lines() * KEYS + shares - 1) / shares);
+        const int shares = KEY_SHARE * num_heads * width / PAIRED * GROUPS + WEIGHT_SHARE * num_tiles * KEYS / 2 + VALUE_SHARE * num_heads * out_width / PAIRED * 2 * GROUPS;
+        sixteenths = unsigned((16 * walk.lines() * KEYS + shares - 1) / shares);
     }
     // The next block, and the rows to fetch meanwhile: of this item or of the one that is likely to be next.
     void find(const int32_t* from, int left) {
@@ -120,7 +124,7 @@ struct FewTiles {
                 const int64_t stride = keys[g] ? key_bytes : int64_t(width) * 2;
                 const char* rows = keys[g] ? keys[g] + h * key_head : copy(slots + g * TILE, first_key + h * key_head, key_bytes, step.D, width, s.narrow_k.data());
                 for (int d = 0; d < width; d += PAIRED) {
-                    walk.fetch(KEY_SHARE * lines);
+                    fetch(KEY_SHARE);
                     _tile_loadd(7, q_of(h, d), 64);
                     _tile_loadd(6, rows + 2 * d, stride);
                     _tile_dpbf16ps(0, 6, 7);
@@ -165,7 +169,7 @@ struct FewTiles {
             const vec one = weight_of(load(scores + i * W) * scaling - safe), other = weight_of(load(scores + (TILE + i) * W) * scaling - safe);
             words[i] = upper_halves(one, other);
             sums[i % 2] = add_pairs(sums[i % 2], words[i], ones);
-            if (i % 4 == 3) walk.fetch(4 * WEIGHT_SHARE * lines);
+            fetch(WEIGHT_SHARE);
         }
         store(&s.sum[t * W], sums[0] + sums[1]);
         turn(words);
@@ -188,19 +192,17 @@ struct FewTiles {
         _tile_loadd(3, out + W, 4 * PAIRED);
         if (BOTH) { _tile_loadd(4, more, 4 * PAIRED); _tile_loadd(5, more + W, 4 * PAIRED); }
         for (int g = 0; g < num_groups; ++g, weights += 2 * TILE_BYTES) {
-            walk.fetch(VALUE_SHARE * lines);
+            fetch(VALUE_SHARE);
             const int64_t at = h * value_head + 2 * d, stride = values[g] ? value_bytes : 2 * COLUMNS;
             const char* rows = values[g] ? values[g] + at : copy(slots + g * TILE, first_value + at, value_bytes, step.Dv - d, COLUMNS, s.narrow_v.data());
             _tile_loadd(1, weights, 64);
             _tile_loadd(6, rows, stride);
             _tile_dpbf16ps(2, 1, 6);
-            if (BOTH) {
-                _tile_loadd(7, rows + 64, stride);
-                _tile_dpbf16ps(4, 1, 7);
-            }
+            if (BOTH) { fetch(VALUE_SHARE); _tile_loadd(7, rows + 64, stride); _tile_dpbf16ps(4, 1, 7); }
+            fetch(VALUE_SHARE);
             _tile_loadd(1, weights + TILE_BYTES, 64);
             _tile_dpbf16ps(3, 1, 6);
-            if (BOTH) _tile_dpbf16ps(5, 1, 7);
+            if (BOTH) { fetch(VALUE_SHARE); _tile_dpbf16ps(5, 1, 7); }
         }
         _tile_stored(2, out, 4 * PAIRED);
         _tile_stored(3, out + W, 4 * PAIRED);

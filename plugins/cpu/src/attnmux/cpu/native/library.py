@@ -118,13 +118,13 @@ def load(platform: Platform) -> Attend:
 
 def load_linear(platform: Platform) -> Multiply:
     """The function of linear layers. Raises as `load` does."""
-    return _checked(_bound(library_for(platform), "linear", Linear))
+    return _checked(*_bound(library_for(platform), "linear", Linear))
 
 
 def load_write(platform: Platform) -> Write:
     """The function that writes rows of K and V. Raises as `load` does."""
-    write: Write = _bound(library_for(platform), "write_rows", Written)
-    return write
+    function, parallel_for = _bound(library_for(platform), "write_rows", Written)
+    return lambda call: function(call, parallel_for)
 
 
 def load_lay_out(platform: Platform) -> LayOut:
@@ -138,11 +138,13 @@ def load_lay_out(platform: Platform) -> LayOut:
 def bound(library: ctypes.CDLL) -> Attend:
     """The attention function of a library of any level. Raises BackendFailed where torch lacks its
     part."""
-    return _checked(_bound(library, "attend", Call))
+    return _checked(*_bound(library, "attend", Call))
 
 
-def _bound(library: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> Callable[[Any], int]:
-    """A function of the struct, on torch's threads."""
+def _bound(
+    library: ctypes.CDLL, name: str, struct: type[ctypes.Structure]
+) -> tuple[Callable[..., int], ctypes.c_void_p]:
+    """A function of the struct and of torch's threads, and these."""
     try:
         torch_library = ctypes.CDLL(str(_torch_library()))
         parallel_for = ctypes.cast(torch_library.torch_parallel_for, ctypes.c_void_p)
@@ -151,15 +153,16 @@ def _bound(library: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> C
     function: Any = getattr(library, name)
     function.argtypes = (ctypes.POINTER(struct), ctypes.c_void_p)
     function.restype = ctypes.c_int
+    return function, parallel_for
 
-    return lambda call: int(function(ctypes.byref(call), parallel_for))
 
-
-def _checked(run: Callable[[Any], int]) -> Callable[[Any], None]:
+def _checked(
+    function: Callable[..., int], parallel_for: ctypes.c_void_p
+) -> Callable[[ctypes.Structure], None]:
     """Raises OutOfMemoryError if the function returns anything but 0."""
 
     def checked(call: ctypes.Structure) -> None:
-        if run(call):
+        if function(call, parallel_for):
             raise torch.OutOfMemoryError("the partial results of a step do not fit into memory")
 
     return checked

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
 
 
+_Layer = tuple[Written, Copied, Copied, torch.dtype, int, torch.Size, torch.Size]
+"""A layer's call and its parts, the dtype, its bytes, and the dims of a token of both buffers."""
+
+
 class NativeWriter:
     """The `KVWriter` of a pool. Rows that the pool converts are left to the pool's own methods."""
 
@@ -20,7 +24,7 @@ class NativeWriter:
         """Raises BackendFailed if the kernels cannot be compiled."""
         self._pool = context.token_to_kv_pool
         self._write = load_write(context.platform)
-        self._layers: dict[int, tuple[Written, torch.dtype, torch.Size, torch.Size]] = {}
+        self._layers: dict[int, _Layer] = {}
 
     def write(
         self,
@@ -35,7 +39,7 @@ class NativeWriter:
         kept = self._layers.get(layer.layer_id)
         if kept is None:
             kept = self._layers[layer.layer_id] = self._of(layer)
-        call, dtype, first_dims, second_dims = kept
+        call, one, other, dtype, size, first_dims, second_dims = kept
         # Each layer of each step comes here: no call if all is well
         if loc.dtype is not torch.int64 or loc.dim() != 1:
             check_tensor("loc", loc, ("T",), None, torch.int64)
@@ -45,10 +49,9 @@ class NativeWriter:
             and second.shape == (num_tokens, *second_dims)
             and first.dtype is second.dtype is dtype
         ):
-            (token, head, last), size = first.stride(), dtype.itemsize
+            token, head, last = first.stride()
             more_token, more_head, more_last = second.stride()
             if last == more_last == 1:
-                one, other = call.first, call.second
                 slots = self._pool.translate(loc, layer.layer_id)
                 call.loc, call.num_tokens = slots.contiguous().data_ptr(), num_tokens
                 call.num_threads = torch.get_num_threads()
@@ -62,14 +65,14 @@ class NativeWriter:
         else:
             self._pool.set_kv_buffer(layer, loc, first, second, layer.k_scale, layer.v_scale)
 
-    def _of(self, layer: LayerSpec) -> tuple[Written, torch.dtype, torch.Size, torch.Size]:
-        """A layer's call, and the dtype and the dims of a token of both buffers that it writes."""
+    def _of(self, layer: LayerSpec) -> _Layer:
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
         if layer.kind == "mla":
             rank = values.shape[-1]
             keys, values = keys[..., :rank], keys[..., rank:]
         call = Written(num_slots=len(keys), first=_part(keys), second=_part(values))
-        return call, keys.dtype, keys.shape[1:], values.shape[1:]
+        dims = keys.shape[1:], values.shape[1:]
+        return call, call.first, call.second, keys.dtype, keys.itemsize, *dims
 
 
 def _part(buffer: torch.Tensor) -> Copied:
