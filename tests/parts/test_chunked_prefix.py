@@ -17,6 +17,7 @@ from attnmux.core import (
     InvalidInput,
     Plugins,
     Policy,
+    RequestTable,
     TunedLaunch,
     UpProjection,
     build,
@@ -147,6 +148,43 @@ def test_sixteen_bits(dtype) -> None:
     world = world_of(case_of(extend((300, 190), (7, 30)), dtype=dtype, **DEEPSEEK), chunk_tokens=64)
     assert_same(world, tolerance=0.02)
     assert world.backend.expanded[0].calls
+
+
+class Pages(RequestTable):
+    """The pages of another table, whose slots no one may read."""
+
+    def __init__(self, theirs: RequestTable, page_size: int) -> None:
+        super().__init__(theirs.size, theirs.max_context_len, "cpu")
+        self.pages = theirs.req_to_token[:, ::page_size] // page_size
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        raise AssertionError("slots were read")
+
+    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
+        return self.pages, page_size
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16])
+def test_chunks_are_found_by_pages(chunk_tokens) -> None:
+    case = case_of(extend((0, 9), (33, 12), (16, 20)))
+    setup = make_setup(case, fake_platform(), "cpu")
+    batch = prepare_step(setup, case.steps[0]).batch
+    table = setup.context.req_to_token_pool
+    given = {"page_size": case.page_size, "crossing": None, "chunk_tokens": chunk_tokens}
+    by_pages = KeyPart.of_step(batch, Pages(table, case.page_size), **given)
+    for ours, expected in zip(by_pages, KeyPart.of_step(batch, table, **given), strict=True):
+        assert torch.equal(ours.keys, expected.keys)
+    prefixes = torch.cat(
+        [
+            table.req_to_token[row, :cached]
+            for row, cached in zip(
+                batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True
+            )
+        ]
+    )
+    parts = [*KeyPart.of_step(batch, table, **given)]
+    assert torch.equal(torch.cat([part.keys for part in parts[1:]]), prefixes.long())
 
 
 @pytest.mark.parametrize(

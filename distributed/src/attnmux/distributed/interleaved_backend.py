@@ -164,7 +164,11 @@ class InterleavedAttnBackend(AttentionBackend):
             self._serving(step).init_forward_metadata_out_graph(step.batch, in_capture)
             return
         table = self.context.req_to_token_pool
-        parts = tuple(KeyPart.of_step(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
+        parts = tuple(
+            KeyPart.of_step(
+                batch, table, page_size=1, crossing=None, chunk_tokens=self._chunk_tokens
+            )
+        )
         if not parts:
             expected = (
                 "DECODE, EXTEND and MIXED of text only, or TARGET_VERIFY of the chains that were "

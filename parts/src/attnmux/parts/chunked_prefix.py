@@ -90,9 +90,14 @@ class ChunkedPrefixBackend(DispatchingBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
-        table = self.context.req_to_token_pool
         self._parts.begin(
-            KeyPart.of_step(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
+            KeyPart.of_step(
+                batch,
+                self.context.req_to_token_pool,
+                page_size=self.context.token_to_kv_pool.page_size,
+                crossing=self.crossing,
+                chunk_tokens=self.chunk_tokens,
+            )
         )
 
     def init_forward_metadata_out_graph(

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, RequestTable
-from attnmux.core.plugin import cu_seqlens, kv_indices
+from attnmux.core.plugin import extend_positions, token_rows
 from attnmux.parts.crossing import expansion_pays
 
 K = TypeVar("K")
@@ -29,11 +29,16 @@ class KeyPart(Generic[K]):
 
     @staticmethod
     def of_step(
-        batch: ForwardBatch, table: RequestTable, *, crossing: float | None, chunk_tokens: int
+        batch: ForwardBatch,
+        table: RequestTable,
+        *,
+        page_size: int,
+        crossing: float | None,
+        chunk_tokens: int,
     ) -> Iterator[KeyPart[torch.Tensor]]:
         """The parts of a step of prompts, the new tokens' own first; none of another step.
 
-        Their keys are slots [n] int64. crossing: of `expansion_pays`, below which a step has no
+        Their keys are slots [n] int64. page_size: of the pool. crossing: of `expansion_pays`, below which a step has no
         parts; None cuts every step. chunk_tokens: cached tokens of a part at most. Lengths without
         a host mirror are read from the device.
         """
@@ -61,8 +66,9 @@ class KeyPart(Generic[K]):
         )
         tokens = slice(0, sum(new_lens))
         yield KeyPart(batch=new_part, tokens=tokens, keys=batch.out_cache_loc)
+        columns = table.columns_for(page_size)
         for first, starts, lens in KeyPart.chunks(cached_lens, chunk_tokens):
-            yield _chunk(new_part, table, new_lens, first, starts, lens)
+            yield _chunk(new_part, columns, new_lens, first, starts, lens)
 
     @staticmethod
     def chunks(
@@ -95,7 +101,7 @@ class KeyPart(Generic[K]):
 
 def _chunk(
     own: ForwardBatch,
-    table: RequestTable,
+    columns: tuple[torch.Tensor, int],
     new: Sequence[int],
     first: int,
     starts: Sequence[int],
@@ -105,13 +111,10 @@ def _chunk(
     tokens = slice(before, before + sum(new[first:last]))
     batch = own.slice(first, last, first_token=tokens.start, last_token=tokens.stop)
     of_chunk = torch.tensor([starts, lens], dtype=torch.int32, device=own.seq_lens.device)
-    slots = kv_indices(
-        table,
-        batch.req_pool_indices,
-        cu_seqlens(of_chunk[1]),
-        kv_start=of_chunk[0],
-        total=sum(lens),
-    ).long()
+    table, tokens_each = columns
+    rows = token_rows(batch.req_pool_indices, of_chunk[1], sum(lens))
+    places = extend_positions(of_chunk[0], of_chunk[1], total=sum(lens))
+    slots = table[rows, places // tokens_each].long() * tokens_each + places % tokens_each
     batch = replace(batch, encoder_lens=of_chunk[1], encoder_out_cache_loc=slots)
     return KeyPart(batch=batch, tokens=tokens, keys=slots)
 
