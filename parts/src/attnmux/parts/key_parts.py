@@ -38,9 +38,9 @@ class KeyPart(Generic[K]):
     ) -> Iterator[KeyPart[torch.Tensor]]:
         """The parts of a step of prompts, the new tokens' own first; none of another step.
 
-        Their keys are slots [n] int64. page_size: of the pool. crossing: of `expansion_pays`, below which a step has no
-        parts; None cuts every step. chunk_tokens: cached tokens of a part at most. Lengths without
-        a host mirror are read from the device.
+        Their keys are slots [n] int64. page_size: of the pool. crossing: of `expansion_pays`,
+        below which a step has no parts; None cuts every step. chunk_tokens: cached tokens of a
+        part at most. Lengths without a host mirror are read from the device.
         """
         new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
