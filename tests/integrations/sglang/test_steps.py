@@ -14,12 +14,14 @@ pytest.importorskip("attnmux.sglang")
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 
-from attnmux.core import ForwardMode, InvalidInput, LayerSpec
+from attnmux.core import ForwardMode, InvalidInput, LayerSpec, MHATokenToKVPool
 from attnmux.core.contract.spec import whole_mask
 from attnmux.parts.speculation import tree_visibility
-from attnmux.sglang import layers, plugin
+from attnmux.sglang import latent, layers, plugin
 from attnmux.sglang.asking import asked
+from attnmux.sglang.backend import AttnmuxAttnBackend
 from attnmux.sglang.draft import AttnmuxMultiStepDraftBackend
+from attnmux.sglang.pools import SglangWindowPool
 from attnmux.sglang.steps import StepBuilder
 
 PREFIXES = [5, 3]
@@ -224,3 +226,63 @@ def test_models_for_which_sglang_lists_backends_meet_one_that_is_listed(adjusted
         plugin.ADJUSTED.reset(token)
     assert view.attention_backend == ("triton" if adjusted else "attnmux")
     assert (view.prefill_attention_backend, view.tp_size) == (None, 2)
+
+
+def test_attention_is_written_where_the_next_piece_reads() -> None:
+    """Between the graphs of a prompt's pieces SGLang says where."""
+    sizes = {"tp_q_head_num": 2, "tp_k_head_num": 1, "tp_v_head_num": 1}
+    spec = LayerSpec(layer_id=3, qk_head_dim=4, v_head_dim=4, scaling=0.5, **sizes)
+
+    def attend(q: torch.Tensor, *_: Any, out: torch.Tensor | None, **__: Any) -> torch.Tensor:
+        return torch.ones_like(q) if out is None else out.fill_(2)
+
+    backend = object.__new__(AttnmuxAttnBackend)
+    vars(backend).update(
+        _specs={3: spec},
+        _batch=SimpleNamespace(),
+        backend=SimpleNamespace(forward=attend),
+        token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _: None),
+    )
+    q, k = torch.zeros(5, 8), torch.zeros(5, 4)
+    mode = SimpleNamespace(is_idle=lambda: False)
+    layer = SimpleNamespace(layer_id=3)
+    for written in (None, torch.zeros(5, 8)):
+        step = SimpleNamespace(forward_mode=mode, _attn_output=written)
+        out = backend.forward(q, k, k, layer, step)
+        assert out.shape == (5, 8)
+        assert bool((out == (1 if written is None else 2)).all())
+        assert written is None or out.data_ptr() == written.data_ptr()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_model_that_scales_q_by_position_passes_it_whole(
+    scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_parts: list[str] = []
+    monkeypatch.setattr(latent, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", in_parts)
+    config = SimpleNamespace(llama_4_scaling={"beta": 0.1} if scales else None)
+    runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    for _ in range(2):
+        latent.serve_latent("attnmux", runner)
+    assert in_parts == ([] if scales else ["attnmux"])
+
+
+def test_a_window_pools_table_is_sglangs_own() -> None:
+    table = torch.tensor([0, 3, 1, -1])
+    theirs = SimpleNamespace(full_to_swa_index_mapping=table)
+    full, swa = (
+        MHATokenToKVPool(
+            size=4,
+            page_size=1,
+            layer_ids=[number],
+            num_kv_heads=1,
+            head_dim=2,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        for number in (0, 1)
+    )
+    pool = SglangWindowPool(theirs, full=full, swa=swa)
+    assert pool.slot_map(0) is None
+    assert pool.slot_map(1) is table
+    assert pool.translate(torch.tensor([1, 2]), 1).tolist() == [3, 1]
