@@ -152,6 +152,8 @@ def main(
     """Print each side's times, and whether its texts are the engine's own."""
     # What the children import may ask for devices in another way, after which vLLM cannot fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # In another process vLLM's engine begins before all requests have come
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     sides = sides_of(engine, own, backends)
     pairs = (argument.split("=", 1) for argument in arguments)
     given = {key: json.loads(value) for key, value in pairs}
