@@ -18,16 +18,13 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     LayerSpec,
-    Request,
     Workspace,
     build,
-    foreign_pool,
     make_first,
-    torch_dtype,
 )
-from attnmux.vllm.asking import kv_dtype
 from attnmux.vllm.block_table import BlockTable
-from attnmux.vllm.layers import is_latent, request_of, slots_of, specs_of, up_projection
+from attnmux.vllm.caches import pool_of, rehearsal_caches
+from attnmux.vllm.layers import request_of, specs_of, up_projection
 from attnmux.vllm.steps import StepBuilder
 
 if TYPE_CHECKING:
@@ -129,8 +126,8 @@ class Group:
             list(layers.values()), list(self._specs.values()), dtype=dtype, page_size=page_size
         )
         decide = chooser.decide_with_graphs if graphs else chooser.decide
-        caches = _rehearsal_caches(self.layers, self._specs, page_size, dtype, device)
-        pool = _pool(self.layers, self._specs, caches, page_size)
+        caches = rehearsal_caches(self.layers, self._specs, page_size, dtype, device)
+        pool = pool_of(self.layers, self._specs, caches, page_size)
         width = -(-config.model_config.max_model_len // page_size)
 
         def rehearsed(decision: Decision) -> Decision:
@@ -154,7 +151,7 @@ class Group:
             id(layer.impl): (self._specs[name], layer) for name, layer in self.layers.items()
         }
         caches = {name: layer.kv_cache for name, layer in self.layers.items()}
-        pool = _pool(self.layers, self._specs, caches, self._page_size)
+        pool = pool_of(self.layers, self._specs, caches, self._page_size)
         table = self._table(width)
         self.prompts: AttentionBackend | None = None
         if self.expands:
@@ -231,47 +228,6 @@ class Group:
         if self._sinks:
             self.backend.refresh_sinks(self._sinks)
         self.backend.init_forward_metadata_in_graph(batch)
-
-
-def _rehearsal_caches(
-    layers: Mapping[str, Any],
-    specs: Mapping[str, LayerSpec],
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """One cache of two pages for all layers, as vLLM binds its own."""
-    layer, spec = next(zip(layers.values(), specs.values(), strict=True))
-    stored = torch_dtype(kv_dtype(layer.kv_cache_dtype, Request.canonical_dtype(dtype)))
-    values = spec.qk_head_dim + (0 if is_latent(layer) else spec.v_head_dim)
-    shape = 2, page_size, spec.tp_k_head_num, values
-    cache = torch.zeros(shape, dtype=stored, device=device)
-    return dict.fromkeys(layers, cache.squeeze(2) if is_latent(layer) else cache.transpose(1, 2))
-
-
-def _pool(
-    layers: Mapping[str, Any],
-    specs: Mapping[str, LayerSpec],
-    caches: Mapping[str, torch.Tensor],
-    page_size: int,
-) -> KVPool:
-    """The caches of the layers, in vLLM's shapes: nothing is copied."""
-    first = next(iter(specs.values()))
-    if first.kind == "mla":
-        rows = {
-            specs[name].layer_id: slots_of(caches[name].unsqueeze(2), layer)
-            for name, layer in layers.items()
-        }
-        return foreign_pool(rows, page_size=page_size, kv_lora_rank=first.v_head_dim)
-    buffers = {}
-    for name, layer in layers.items():
-        # [blocks, Hkv, block, D + Dv]: K and V of a slot lie side by side
-        slots = slots_of(caches[name].transpose(1, 2), layer)
-        buffers[specs[name].layer_id] = (
-            slots[..., : first.qk_head_dim],
-            slots[..., first.qk_head_dim :],
-        )
-    return foreign_pool(buffers, page_size=page_size)
 
 
 def _tell(failure: BackendFailed, decision: Decision) -> None:
