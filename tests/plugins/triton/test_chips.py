@@ -149,7 +149,8 @@ def test_e4m3_is_served_where_the_compiler_has_it(number, dtype):
     request = Request(
         num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, kv_dtype="fp8_e4m3"
     )
-    options = make_backend(GPUTarget("cuda", number, 32)).parse_options({})
+    backend = make_backend(GPUTarget("cuda", number, 32))
+    options = backend.parse_options({"enable_fp_fusion": True})
     is_known = "fp8e4nv" in options.supported_fp8_dtypes
     assert is_offered(request, Platform.parse(f"nvidia:sm{number}")) is is_known
 

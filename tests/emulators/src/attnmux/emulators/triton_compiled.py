@@ -167,12 +167,17 @@ class Compiler:
             width = max(1, self.registers[call.places[0]].get_element_ty().primitive_bitwidth // 8)
             pointers, offsets = self.operands(call.places, made.data.shape)
             self.assign(target, f"{pointers} + {width} * {offsets}.astype(u8)")
-        elif (found := _numpy_function(call.name)) is not None:
+        elif (found := _numpy_function(call.name)) is not None and not self.is_narrow(call):
             self.elementwise(call, *found)
         else:
             given = ", ".join(map(self.value, call.places))
             self.lines.append(f"r{target} = {self.named('f', call.function)}({given})")
             self.handles[target] = f"r{target}"
+
+    def is_narrow(self, call: Call) -> bool:
+        """Whether it is of bfloat16, which numpy has as integers."""
+        held = [self.registers[place] for place in call.places]
+        return any(getattr(each, "dtype", None) == core.bfloat16 for each in held)
 
     def elementwise(self, call: Call, function: Callable[..., Any], count: int) -> None:
         made, places = self.registers[call.target].data, call.places[:count]

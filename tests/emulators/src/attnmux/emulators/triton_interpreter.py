@@ -30,6 +30,9 @@ FLOATS = {
     tl.float8e4b8: torch.float8_e4m3fnuz,
 }
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+COMPARISONS = frozenset(
+    {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
+)
 
 launches: list[Callable[[Sequence[torch.Tensor]], None]] = []
 
@@ -61,10 +64,13 @@ def _named(lang: Any, scope: Any) -> None:  # noqa: ANN401  # the interpreter's
 def interpreted() -> Iterator[None]:
     """A launch is an operation, so that `RecordingGraphs` notes it; and floats are as on a device.
 
-    The interpreter keeps bfloat16 as integers and multiplies those. It cuts off what bfloat16
-    cannot hold, and of 8-bit floats it rounds ties up and loses the carry into an odd exponent.
+    The interpreter keeps bfloat16 as integers and multiplies those; that of Triton 3.9 compares
+    them too. It cuts off what bfloat16 cannot hold, and of 8-bit floats it rounds ties up and loses
+    the carry into an odd exponent. A comparison has the type of what was compared, and repeated
+    that of a number, which Triton 3.9 takes for no mask.
     """
-    call, dot = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_dot
+    call, made = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder
+    dot, splat, operate = made.create_dot, made.create_splat, made.binary_op
 
     def launched(grid: Any, *args: Any, **options: Any) -> None:  # noqa: ANN401  # the kernel's
         given = [*args, *options.values()]
@@ -97,6 +103,17 @@ def interpreted() -> Iterator[None]:
     def multiplied(builder: Any, a: Any, b: Any, *rest: Any) -> Any:  # noqa: ANN401  # as above
         return dot(builder, widened(a), widened(b), *rest)
 
+    def repeated(builder: Any, shape: Any, value: Any) -> Any:  # noqa: ANN401  # as above
+        tile = splat(builder, shape, value)
+        if value.data.dtype == np.bool_:
+            tile.data = tile.data.astype(np.bool_)
+        return tile
+
+    def operated(builder: Any, a: Any, b: Any, op: Any) -> Any:  # noqa: ANN401  # as above
+        if op in COMPARISONS:
+            a, b = widened(a), widened(b)
+        return operate(builder, a, b, op)
+
     def converted(values: Any, source: tl.dtype, target: tl.dtype, _rounding: Any) -> Any:  # noqa: ANN401  # as above
         # To the nearest, ties to even. What is too large for e4m3 is NaN: a kernel saturates.
         bits = torch.from_numpy(np.ascontiguousarray(values).view(f"i{values.itemsize}"))
@@ -111,7 +128,9 @@ def interpreted() -> Iterator[None]:
         patch.object(interpreter.GridExecutor, "__call__", launched),
         patch.object(interpreter, "_convert_float", converted),
         patch.object(interpreter, "_patch_lang_core", _named),
-        patch.object(interpreter.InterpreterBuilder, "create_dot", multiplied),
+        patch.object(made, "create_dot", multiplied),
+        patch.object(made, "create_splat", repeated),
+        patch.object(made, "binary_op", operated),
         patch.object(interpreter.InterpretedFunction, "__call__", inlined),
         patch.object(builder, "options", unchecked),
         # numpy says what infinities come to; the kernels mean them.
