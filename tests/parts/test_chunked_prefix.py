@@ -150,6 +150,17 @@ def test_sixteen_bits(dtype) -> None:
     assert world.backend.expanded[0].calls
 
 
+@pytest.mark.parametrize("count", [0, 5])
+def test_expanded_heads(count) -> None:
+    """A rank may have no keys."""
+    weight, latent, k_rope = torch.randn(3 * 10, 8), torch.randn(count, 8), torch.randn(count, 2)
+    k, v = UpProjection.of(weight, num_heads=3, v_head_dim=4).expand(latent, k_rope)
+    heads = (latent @ weight.T).view(count, 3, 10)
+    torch.testing.assert_close(k[..., :6], heads[..., :6])
+    torch.testing.assert_close(k[..., 6:], k_rope.unsqueeze(1).expand(-1, 3, -1))
+    torch.testing.assert_close(v, heads[..., 6:])
+
+
 class Pages(RequestTable):
     """The pages of another table, whose slots no one may read."""
 

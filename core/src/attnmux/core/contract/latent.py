@@ -70,7 +70,8 @@ class UpProjection:
         self, latent: torch.Tensor, k_rope: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K [n, H, nope + rope] and V [n, H, v] of a latent [n, rank] and rotary K [n, rope]."""
-        heads = self.multiply(latent).view(len(latent), self.num_heads, -1)
+        head_dim = self.nope_dim + self.v_head_dim
+        heads = self.multiply(latent).view(len(latent), self.num_heads, head_dim)
         nope, v = heads.tensor_split([self.nope_dim], dim=-1)
         rope = k_rope.unsqueeze(1).expand(-1, self.num_heads, -1)
         return torch.cat([nope, rope], dim=-1), v

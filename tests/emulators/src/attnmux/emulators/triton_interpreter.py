@@ -60,6 +60,25 @@ def _named(lang: Any, scope: Any) -> None:  # noqa: ANN401  # the interpreter's
     scope.set_attr(lang.dtype, "to_ir", to_ir)
 
 
+def _inlined(function: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the kernel's
+    return function.rewrite()(*args, **options)
+
+
+def _widened(value: Any) -> Any:  # noqa: ANN401  # the interpreter's
+    if value.dtype.scalar != tl.bfloat16:
+        return value
+    bits = value.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _converted(values: Any, source: tl.dtype, target: tl.dtype, _rounding: Any) -> Any:  # noqa: ANN401  # as above
+    # To the nearest, ties to even. What is too large for e4m3 is NaN: a kernel saturates.
+    bits = torch.from_numpy(np.ascontiguousarray(values).view(f"i{values.itemsize}"))
+    floats = bits.view(FLOATS[source]).to(FLOATS[target])
+    words = floats.view(WORDS[floats.itemsize]).numpy()
+    return words.view(f"u{floats.itemsize}")
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """A launch is an operation, so that `RecordingGraphs` notes it; and floats are as on a device.
@@ -91,17 +110,8 @@ def interpreted() -> Iterator[None]:
         if not _get_current_dispatch_mode_stack():
             launches.pop()  # nothing recorded it, and it keeps its tensors
 
-    def inlined(function: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the kernel's
-        return function.rewrite()(*args, **options)
-
-    def widened(value: Any) -> Any:  # noqa: ANN401  # the interpreter's
-        if value.dtype.scalar != tl.bfloat16:
-            return value
-        bits = value.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
     def multiplied(builder: Any, a: Any, b: Any, *rest: Any) -> Any:  # noqa: ANN401  # as above
-        return dot(builder, widened(a), widened(b), *rest)
+        return dot(builder, _widened(a), _widened(b), *rest)
 
     def repeated(builder: Any, shape: Any, value: Any) -> Any:  # noqa: ANN401  # as above
         tile = splat(builder, shape, value)
@@ -111,27 +121,20 @@ def interpreted() -> Iterator[None]:
 
     def operated(builder: Any, a: Any, b: Any, op: Any) -> Any:  # noqa: ANN401  # as above
         if op in COMPARISONS:
-            a, b = widened(a), widened(b)
+            a, b = _widened(a), _widened(b)
         return operate(builder, a, b, op)
-
-    def converted(values: Any, source: tl.dtype, target: tl.dtype, _rounding: Any) -> Any:  # noqa: ANN401  # as above
-        # To the nearest, ties to even. What is too large for e4m3 is NaN: a kernel saturates.
-        bits = torch.from_numpy(np.ascontiguousarray(values).view(f"i{values.itemsize}"))
-        floats = bits.view(FLOATS[source]).to(FLOATS[target])
-        words = floats.view(WORDS[floats.itemsize]).numpy()
-        return words.view(f"u{floats.itemsize}")
 
     builder = interpreter.interpreter_builder
     # Half of all additions are of indices, and each would be checked in 64 bits.
     unchecked = replace(builder.options, sanitize_overflow=False)
     with (
         patch.object(interpreter.GridExecutor, "__call__", launched),
-        patch.object(interpreter, "_convert_float", converted),
+        patch.object(interpreter, "_convert_float", _converted),
         patch.object(interpreter, "_patch_lang_core", _named),
         patch.object(made, "create_dot", multiplied),
         patch.object(made, "create_splat", repeated),
         patch.object(made, "binary_op", operated),
-        patch.object(interpreter.InterpretedFunction, "__call__", inlined),
+        patch.object(interpreter.InterpretedFunction, "__call__", _inlined),
         patch.object(builder, "options", unchecked),
         # numpy says what infinities come to; the kernels mean them.
         np.errstate(all="ignore"),
