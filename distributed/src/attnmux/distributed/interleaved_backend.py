@@ -247,7 +247,7 @@ class InterleavedAttnBackend(AttentionBackend):
 
         def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
             rows = latents if keys is None else self._gathered(keys, layer, q)[0]
-            return projection.expand(*rows.squeeze(1).tensor_split([projection.rank], dim=-1))
+            return projection.expand_rows(rows.squeeze(1))
 
         return self._scaled(self._parts.attend(q, read, layer), layer)
 

@@ -223,7 +223,7 @@ class PrefillParallelBackend(DispatchingBackend):
         self._check_prepared(batch)
         self.inner.save_kv(latent, None, layer, batch, k_rope=k_rope)
         kv = KVRows(pool=self.context.token_to_kv_pool, layer=layer)
-        expand = partial(self._expanded, kv, projection, q.dtype)
+        expand = partial(_expanded, kv, projection, q.dtype)
         return self._over_parts(q, kv, kv.of(latent, k_rope), batch, expand)
 
     def _over_parts(
@@ -254,13 +254,6 @@ class PrefillParallelBackend(DispatchingBackend):
         if saves:
             kv.write(rows, step.whole_cache_loc)
         return out
-
-    def _expanded(
-        self, kv: KVRows, projection: UpProjection, dtype: torch.dtype, stored: Stored
-    ) -> Stored:
-        """K [n, H, nope + rope] and V [n, H, v] of latent rows."""
-        (rows,) = kv.values(stored, dtype)
-        return projection.expand(*rows.squeeze(1).tensor_split([projection.rank], dim=-1))
 
     def _over_pool(
         self, call: AttentionCall, step: ZigzagStep, kv: KVRows, own: torch.Tensor
@@ -315,3 +308,9 @@ class PrefillParallelBackend(DispatchingBackend):
         if len(set(steps)) > 1:
             hint = "give zigzag_step the same step on every rank"
             raise RanksDiffer("lengths of chunks", by_rank=steps, hint=hint)
+
+
+def _expanded(kv: KVRows, projection: UpProjection, dtype: torch.dtype, stored: Stored) -> Stored:
+    """K [n, H, nope + rope] and V [n, H, v] of latent rows."""
+    (rows,) = kv.values(stored, dtype)
+    return projection.expand_rows(rows.squeeze(1))

@@ -135,7 +135,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         own: latent and rotary K of the step's new tokens. If the pool may have rounded them, its
         values are read instead.
         """
-        pool, dtype, rank = self.context.token_to_kv_pool, own[0].dtype, projection.rank
+        pool, dtype = self.context.token_to_kv_pool, own[0].dtype
         buffer = pool.get_key_buffer(layer.layer_id)
         if slots is self._parts.parts[0].keys and buffer.dtype == dtype:
             return projection.expand(*own)
@@ -145,7 +145,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         if scale != 1.0:
             rows = rows * scale
-        return projection.expand(rows[:, :rank], rows[:, rank:])
+        return projection.expand_rows(rows)
 
 
 def expanded_context(context: BackendContext) -> BackendContext:

@@ -180,8 +180,8 @@ class AttentionBackend(StepBackend):
         which are written to the pool. Returns [T, Hq, v]. Raises what `forward` raises.
         """
         nope, rope = projection.absorbed_queries(q)
-        attended = self.forward(nope, latent, None, layer, batch, q_rope=rope, k_rope=k_rope)
-        return projection.outputs(attended)
+        out = self.forward(nope, latent, None, layer, batch, q_rope=rope, k_rope=k_rope)
+        return projection.outputs(out)
 
     @abstractmethod
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:

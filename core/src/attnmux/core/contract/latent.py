@@ -75,3 +75,7 @@ class UpProjection:
         nope, v = heads.tensor_split([self.nope_dim], dim=-1)
         rope = k_rope.unsqueeze(1).expand(-1, self.num_heads, -1)
         return torch.cat([nope, rope], dim=-1), v
+
+    def expand_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`expand` of rows [n, rank + rope], as a pool holds them."""
+        return self.expand(rows[:, : self.rank], rows[:, self.rank :])

@@ -189,7 +189,7 @@ def _gaps(interface: Interface, sources: Sources) -> Iterator[str]:
         names, required = _parameters(called.args)
         known = [name for name in names if name in interface.parameters]
         if interface.overridden:
-            fits = known == names == [each for each in interface.parameters if each in names]
+            fits = names == [each for each in interface.parameters if each in names]
         else:
             fits = known == list(interface.parameters) and required <= set(known)
         if not fits:
