@@ -176,6 +176,7 @@ BACKEND = (
             "attn_type",
             "kv_sharing_target_layer_name",
         ),
+        overridden=True,
     ),
     Interface(
         "vllm.v1.attention.backend",
