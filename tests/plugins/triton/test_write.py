@@ -224,16 +224,18 @@ def test_what_requires_a_gradient():
     assert not any(buffer.requires_grad for buffer in pool.get_kv_buffer(5))
 
 
+def window_pool(make) -> SWAKVPool:
+    """Layer 6 is the window's, whose pages are in the opposite order."""
+    pool = SWAKVPool(full=make(torch.float16, 5), swa=make(torch.float16, 6))
+    pages = torch.arange(1, NUM_SLOTS // PAGE_SIZE)
+    pool.pair(pages, pages.flip(0))
+    return pool
+
+
 @pytest.mark.parametrize("make", [mha, mla])
 @pytest.mark.parametrize("layer_id", [5, 6])
 def test_a_pool_that_translates_slots(make, layer_id):
-    def pools() -> SWAKVPool:
-        made = SWAKVPool(full=make(torch.float16, 5), swa=make(torch.float16, 6))
-        pages = torch.arange(1, NUM_SLOTS // PAGE_SIZE)
-        made.pair(pages, pages.flip(0))
-        return made
-
-    pool, expected = pools(), pools()
+    pool, expected = window_pool(make), window_pool(make)
     layer = layer_of(pool, layer_id)
     loc, rows = slots(11), rows_of(layer, 11, torch.float16)
     in_one_launch(pool, layer, loc, rows)
@@ -243,8 +245,8 @@ def test_a_pool_that_translates_slots(make, layer_id):
 
 
 def test_a_writer_compiles_over_a_pool_that_alone_can_translate(monkeypatch):
-    """It has no table for kernels, and its look-up takes no slot that there is not."""
-    pool = SWAKVPool(full=mha(torch.float16, 5), swa=mha(torch.float16, 6))
+    """It has no table for kernels, and its look-up fails for a slot that does not exist."""
+    pool = window_pool(mha)
     monkeypatch.setattr(SWAKVPool, "slot_map", lambda *_: None)
     for layer_id in (5, 6):
         PoolWriter(pool).warm_up(layer_of(pool, layer_id), torch.float16)
@@ -252,12 +254,8 @@ def test_a_writer_compiles_over_a_pool_that_alone_can_translate(monkeypatch):
 
 @pytest.mark.parametrize("layer_id", [5, 6])
 def test_a_table_of_slots_in_int64(layer_id, monkeypatch):
-    """As SGLang's is."""
-    pool = SWAKVPool(full=mha(torch.float16, 5), swa=mha(torch.float16, 6))
-    expected = SWAKVPool(full=mha(torch.float16, 5), swa=mha(torch.float16, 6))
-    for each in (pool, expected):
-        pages = torch.arange(1, NUM_SLOTS // PAGE_SIZE)
-        each.pair(pages, pages.flip(0))
+    """SGLang's table has that dtype."""
+    pool, expected = window_pool(mha), window_pool(mha)
     found = SWAKVPool.slot_map
     monkeypatch.setattr(
         SWAKVPool,

@@ -78,9 +78,9 @@ def of_layers(request: Request) -> Request:
     """The request of layers as it is made in vLLM.
 
     K and V of a slot lie side by side, which the latent of MLA does not. Prompts of MLA come with
-    the heads' own queries. vLLM cuts the requests of
-    layers with attention chunks at the ends of chunks, so that a backend sees none. A window of one
-    token counts as one of two: it demands what every window does.
+    the heads' own queries. vLLM cuts the requests of layers with attention chunks at the ends of
+    chunks, so that a backend sees none. A window of one token counts as one of two: it demands what
+    every window does.
     Raises InvalidInput for what is refused.
     """
     for name, expected in UNSERVED.items():

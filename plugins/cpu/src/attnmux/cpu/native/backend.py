@@ -56,7 +56,7 @@ class NativeBackend(AttentionBackend):
         self._calls: dict[int, tuple[LayerSpec, Call]] = {}
         """Calls of layers over the pool, without what each step has of its own."""
         self._ready: dict[int, tuple[LayerSpec, Call]] = {}
-        """Those with the step's keys. A layer's call finds the caches cold, and so does little."""
+        """The calls whose keys are the prepared step's: a layer's call looks no further."""
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
